@@ -1,0 +1,45 @@
+# `make demo` and `make test` need Python 3.11+ and make; both build `.venv` first.
+PYTHON ?= python3
+BIN := .venv/bin
+# Without an NVIDIA driver the release of torch that the tests were measured with is taken.
+CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints-cpu.txt)
+
+.PHONY: help install demo test test-fast test-gpu lint type format clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+install: .venv/installed ## make .venv with the package and what the tests need
+
+.venv/installed: pyproject.toml constraints-cpu.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q $(CONSTRAINTS) -e '.[dev]'
+	# z-lab's reference, for tests only; its exact pins would replace our torch and transformers.
+	$(BIN)/pip install -q --no-deps dflash==0.1.0
+	touch $@
+
+demo: install ## train a drafter on real text on this machine's CPU, under 5 minutes
+	$(BIN)/torchrun --standalone --nproc_per_node 3 -m dflash_ddp.train experiment=demo
+
+test: install ## every test that needs no GPU
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-fast: install ## the tests of one process, seconds
+	$(BIN)/python -m pytest -m "not gpu and not dist"
+
+test-gpu: ## the tests that need a GPU, in the Python that is active
+	python3 -m pytest -m gpu
+
+lint: install ## style
+	$(BIN)/ruff check src tests demo
+	$(BIN)/ruff format --check src tests demo
+
+type: install ## types
+	$(BIN)/mypy src
+
+format: install ## rewrite in style
+	$(BIN)/ruff check --fix src tests demo
+	$(BIN)/ruff format src tests demo
+
+clean: ## remove .venv and all runs
+	rm -rf .venv outputs

@@ -1,0 +1,1 @@
+"""Train DFlash drafters: target ranks stream context features, drafter ranks learn from them."""

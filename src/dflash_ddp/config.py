@@ -1,0 +1,396 @@
+"""Every setting of a run: its name, type, unit, bound and meaning.
+
+Hydra composes `conf/` and the command line into a tree; `parse` turns it into the dataclasses below and is the only
+place that sees the tree. Unknown keys, wrong types and values out of bounds are refused with key, value and rule.
+After `parse` nothing changes. This file imports no torch, so that mistakes show before anything slow is loaded.
+"""
+
+import difflib
+import math
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+TILE = 128  # flex attention works in tiles of 128 tokens
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the text names key, value and rule, one problem a line."""
+
+
+class Device(Enum):
+    """Where ranks compute. (Members are lower case because OmegaConf matches them by name.)"""
+
+    auto = "auto"
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+class Dtype(Enum):
+    """Compute dtype; auto is bfloat16 on GPUs and float32 on CPUs."""
+
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+class Recompute(Enum):
+    """How the loss gets its gradient; auto is in_forward."""
+
+    auto = "auto"
+    in_forward = "in_forward"
+    reentrant = "reentrant"
+    non_reentrant = "non_reentrant"
+    none = "none"
+
+
+class Wandb(Enum):
+    """Where wandb writes."""
+
+    online = "online"
+    offline = "offline"
+    disabled = "disabled"
+
+
+@dataclass(kw_only=True, slots=True)
+class TargetConfig:
+    """The frozen LLM."""
+
+    path: str = MISSING
+    """Folder in transformers format, or a name on the hub."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    dtype: Dtype = Dtype.auto
+    """Dtype of its weights and of the context features."""
+    capture_layers: list[int] | None = None
+    """Layers read, 0-based, ascending; null: evenly spaced by z-lab's formula, one for each drafter layer."""
+    attention: str = "sdpa"
+    """Attention implementation of transformers."""
+    compile: bool | None = None
+    """Compile its layers; null: on GPUs."""
+    row_tokens: int = 16_384
+    """Tokens of one forward call, padding included; > 0. More is faster and takes more memory."""
+    trust_remote_code: bool = False
+    """Run code that comes with the weights."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DrafterConfig:
+    """The network that is trained. Sizes that are null follow the target."""
+
+    num_layers: int = 5
+    """Layers; >= 1."""
+    block_size: int = 16
+    """Tokens of a block, the anchor included; 2..128."""
+    num_anchors: int = 2048
+    """Blocks of a packed batch, spread over its documents; >= 1."""
+    intermediate_size: int | None = None
+    """Width of the SwiGLU."""
+    num_attention_heads: int | None = None
+    """Query heads."""
+    num_key_value_heads: int | None = None
+    """Key/value heads; divides the query heads."""
+    head_dim: int | None = None
+    """Width of a head."""
+    sliding_layers: int = 0
+    """The first so many layers use sliding-window attention, the rest full; 0..num_layers."""
+    sliding_window: int = 2048
+    """Window of sliding layers, tokens, the query counted; >= 1."""
+    is_causal: bool | None = None
+    """Inside a block: true or false for all layers; null: causal on sliding layers only (z-lab)."""
+    mask_token_id: int | None = None
+    """Row of the target's table that fills the block; null: chosen by the target's family."""
+    dtype: Dtype = Dtype.auto
+    """Compute dtype; parameters and optimizer state are fp32."""
+    compile: bool | None = None
+    """Compile the whole drafter; null: on GPUs. Attention is always compiled on GPUs."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """Chat text."""
+
+    path: str = MISSING
+    """JSONL or parquet file, folder or glob, or a data set on the hub, with `messages` or `conversations`."""
+    split: str = "train"
+    """Split of a hub data set."""
+    revision: str | None = None
+    """Revision of a hub data set."""
+    heldout: str | None = None
+    """Like `path`: rows to measure accept length on; never trained on."""
+    heldout_split: str = "test"
+    """Split of a held-out hub data set."""
+    max_length: int = 4096
+    """Tokens of a document; longer ones are cut; <= tokens_per_batch."""
+    enable_thinking: bool | None = None
+    """Passed to the chat template; null: the template's own default. Must match serving."""
+    max_bad_share: float = 0.2
+    """More unusable rows than this share is an error; 0..1."""
+    num_workers: int | None = None
+    """Processes that tokenise; null: one for each core, 16 at most."""
+    cache_dir: str = "outputs/cache"
+    """Where tokenised text is kept, by content."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SplitConfig:
+    """Which ranks do what."""
+
+    targets: int = 5
+    """Ranks that run the target; >= 1."""
+    drafters: int = 3
+    """Ranks that train the drafter; >= 1."""
+    colocated: bool = False
+    """Every rank does both in turn, without transport; targets must equal drafters."""
+    depth: int = 2
+    """Feature batches a drafter rank holds ahead of the one in use; >= 0."""
+    lane_ctas: int = 4
+    """GPU thread blocks that one lane's transfers may use; >= 1."""
+    share_gpu: bool = False
+    """All ranks on GPU 0, over NCCL sockets: for checking behaviour on one GPU, not for speed."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig:
+    """AdamW on fp32 master weights."""
+
+    lr: float = 6e-4
+    """Highest learning rate; > 0."""
+    warmup_share: float = 0.04
+    """Share of the steps in which it rises; 0..1."""
+    min_lr_share: float = 0.0
+    """The cosine ends at this share of `lr`; 0..1."""
+    beta1: float = 0.9
+    """Decay of the mean gradient; 0..1."""
+    beta2: float = 0.95
+    """Decay of the mean squared gradient; 0..1."""
+    eps: float = 1e-8
+    """AdamW's epsilon; > 0."""
+    weight_decay: float = 0.0
+    """Of matrices; >= 0."""
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm to this; > 0."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LossConfig:
+    """Cross-entropy of the supervised slots."""
+
+    recompute: Recompute = Recompute.auto
+    """auto | in_forward | reentrant | non_reentrant | none: how its gradient is made; all are equal."""
+    position_gamma: float | None = 7.0
+    """Slot k weighs exp(-(k-1)/gamma); > 0; null: all alike. 7 for block 16, 5 for 10, 4 for 8."""
+    chunk_rows: int = 4096
+    """Slots whose logits exist at a time; >= 1."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalConfig:
+    """Exact greedy accept length on held-out text."""
+
+    every: int = 500
+    """Steps between evaluations; 0: only at start and end."""
+    at_start: bool = True
+    """Also before the first step: the untrained drafter."""
+    max_documents: int = 128
+    """Held-out documents used, the first ones; >= 1."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LoggingConfig:
+    """Metrics. `metrics.jsonl` is always written."""
+
+    wandb: Wandb = Wandb.offline
+    """online | offline | disabled. Offline needs neither login nor network."""
+    project: str = "dflash_ddp"
+    """wandb project."""
+    every: int = 10
+    """Steps between rows; >= 1."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """Trainer state and drafter, to go on from."""
+
+    every: int = 500
+    """Steps between checkpoints; 0: only at the end."""
+    keep_last: int = 3
+    """Newest checkpoints kept; >= 1."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """One run."""
+
+    name: str = "dev"
+    """Identity of the run: the same name is the same directory."""
+    output_dir: str = "outputs/${name}"
+    """Everything the run writes."""
+    seed: int = 0
+    """Of weights, data order and anchors; >= 0."""
+    steps: int | None = None
+    """Optimizer steps; null: as many as `epochs` needs."""
+    epochs: int = 6
+    """Passes over the text when `steps` is null; >= 1."""
+    tokens_per_batch: int = 49_152
+    """Token budget of a packed batch; a multiple of 128."""
+    batches_per_step: int = 3
+    """Packed batches of one optimizer step, over all drafter ranks; a multiple of split.drafters."""
+    resume: str = "auto"
+    """auto: go on from the newest complete checkpoint, if any | none | a checkpoint's folder."""
+    device: Device = Device.auto
+    """auto | cuda | cpu."""
+    heartbeat_timeout_s: float = 60.0
+    """A rank whose heart has stopped for so long ends the run; > 0."""
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    split: SplitConfig = field(default_factory=SplitConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @property
+    def world_size(self) -> int:
+        """Processes that the split asks for."""
+        return self.split.drafters + (0 if self.split.colocated else self.split.targets)
+
+    @property
+    def microbatches(self) -> int:
+        """Packed batches of one step on one drafter rank."""
+        return self.batches_per_step // self.split.drafters
+
+
+# (key, test, rule in words); a value of None passes, its meaning is "chosen for you".
+_AT_LEAST_ONE = (
+    "epochs batches_per_step tokens_per_batch steps target.row_tokens drafter.num_layers "
+    "drafter.num_anchors drafter.intermediate_size drafter.num_attention_heads "
+    "drafter.num_key_value_heads drafter.head_dim drafter.sliding_window data.max_length "
+    "split.targets split.drafters split.lane_ctas loss.chunk_rows eval.max_documents "
+    "logging.every checkpoint.keep_last"
+).split()
+_AT_LEAST_ZERO = (
+    "seed drafter.sliding_layers drafter.mask_token_id data.num_workers split.depth "
+    "optim.weight_decay eval.every checkpoint.every"
+).split()
+_POSITIVE = "heartbeat_timeout_s optim.lr optim.eps optim.max_grad_norm loss.position_gamma".split()
+_SHARES = "data.max_bad_share optim.warmup_share optim.min_lr_share optim.beta1 optim.beta2".split()
+
+
+def lookup(config: Config, key: str) -> Any:
+    """The value at a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def problems(config: Config) -> list[str]:
+    """Every rule that the settings break, each with key, value and rule; empty if none."""
+    found = []
+    for keys, holds, rule in (
+        (_AT_LEAST_ONE, lambda v: v >= 1, "must be >= 1"),
+        (_AT_LEAST_ZERO, lambda v: v >= 0, "must be >= 0"),
+        (_POSITIVE, lambda v: v > 0 and math.isfinite(v), "must be > 0"),
+        (_SHARES, lambda v: 0 <= v <= 1, "must lie in 0..1"),
+    ):
+        for key in keys:
+            value = lookup(config, key)
+            if value is not None and not holds(value):
+                found.append(f"{key}={value} {rule}")
+    return found + _combination_problems(config)
+
+
+def _combination_problems(config: Config) -> list[str]:
+    split, drafter, found = config.split, config.drafter, []
+    if not 2 <= drafter.block_size <= TILE:
+        found.append(f"drafter.block_size={drafter.block_size} must lie in 2..{TILE}")
+    if config.tokens_per_batch % TILE:
+        found.append(f"tokens_per_batch={config.tokens_per_batch} must be a multiple of {TILE}")
+    if config.data.max_length > config.tokens_per_batch:
+        found.append(
+            f"data.max_length={config.data.max_length} must not exceed "
+            f"tokens_per_batch={config.tokens_per_batch}: documents are never split"
+        )
+    if split.drafters >= 1 and config.batches_per_step % split.drafters:
+        found.append(
+            f"batches_per_step={config.batches_per_step} must be a multiple of "
+            f"split.drafters={split.drafters}: each drafter rank takes the same number"
+        )
+    if split.colocated and split.targets != split.drafters:
+        found.append(
+            f"split.colocated=true needs split.targets={split.targets} equal to "
+            f"split.drafters={split.drafters}: every rank does both"
+        )
+    if drafter.sliding_layers > drafter.num_layers:
+        found.append(
+            f"drafter.sliding_layers={drafter.sliding_layers} must not exceed "
+            f"drafter.num_layers={drafter.num_layers}"
+        )
+    layers = config.target.capture_layers
+    if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 0):
+        found.append(f"target.capture_layers={layers} must be ascending, distinct and >= 0")
+    if not config.name or Path(config.name).is_absolute() or ".." in Path(config.name).parts:
+        found.append(f"name={config.name!r} must be a plain name: it becomes a folder in outputs/")
+    return found
+
+
+def parse(tree: DictConfig) -> Config:
+    """Composed tree -> checked settings.
+
+    Raises:
+        ConfigError: an unknown key (also when added with `+`), a missing value, a wrong type, a
+            broken rule; all broken rules at once, one a line.
+    """
+    plain = OmegaConf.to_container(tree, resolve=True)
+    assert isinstance(plain, dict)
+    unknown = _unknown_keys(plain, Config, prefix="")
+    if unknown:
+        raise ConfigError("\n".join(unknown))
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "?"
+        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
+    assert isinstance(config, Config)
+    found = problems(config)
+    if found:
+        raise ConfigError("\n".join(found))
+    return config
+
+
+def _unknown_keys(plain: dict[str, Any], schema: type, *, prefix: str) -> list[str]:
+    known = {f.name: f.type for f in fields(schema)}
+    found = []
+    for key, value in plain.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {prefix}{near[0]}?" if near else ""
+            found.append(f"{prefix}{key}={value} is no setting{hint}")
+        elif isinstance(value, dict) and is_dataclass(known[key]):
+            found += _unknown_keys(value, known[key], prefix=f"{prefix}{key}.")
+    return found
+
+
+def resolved(config: Config) -> dict[str, Any]:
+    """The settings as plain values, for config.yaml and wandb."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), resolve=True, enum_to_str=False)
+    return _enums_to_values(plain)
+
+
+def _enums_to_values(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _enums_to_values(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_enums_to_values(item) for item in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+ConfigStore.instance().store(name="schema", node=Config)

@@ -1,0 +1,231 @@
+"""Attention of blocks over their context: one mask rule, two ways to run it.
+
+Keys and values lie as `[context (S) | block 0 | block 1 | ... | block N-1]`, queries as the N * B slots. Every query
+sees two intervals of keys, which is the whole rule:
+
+    context   [max(start, a + o - W + 1), a)      start: first token of the document; W: window of sliding layers
+    own block [S + n*B, S + (n+1)*B)              cut at the query itself on causal layers, to |o - o'| < W on sliding
+
+`visible` states the rule for one (query, key) pair. On GPUs compiled flex attention runs it block-sparse; the tiles
+that it visits are counted from the intervals in O(N + tiles), not found by trying all pairs. On CPUs, where flex
+attention has no backward, the same rule fills a dense mask for scaled_dot_product_attention.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from dflash_ddp.drafter.blocks import Blocks
+
+TILE = 128  # rows and columns of a flex attention tile
+MAX_DENSE_SCORES = 1 << 28  # scores per head of the dense path: 1 GiB in fp32
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRule:
+    """What distinguishes one kind of layer: its window and whether a block is causal inside.
+
+    Attributes:
+        window: keys with query_position - key_position < window are visible; None: all.
+        causal: inside a block, whether a slot sees only itself and earlier ones.
+    """
+
+    window: int | None
+    causal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tiles of 128 x 128 that flex attention visits: [num_query_tiles, num_key_tiles] each.
+
+    Attributes:
+        partial: bool, tiles in which the rule must be asked pair by pair.
+        full: bool, tiles that are visible throughout.
+    """
+
+    partial: np.ndarray
+    full: np.ndarray
+
+
+def visible(
+    query: Tensor, key: Tensor, *, anchors_N: Tensor, starts_N: Tensor, block_size: int, rule: MaskRule
+) -> Tensor:
+    """Whether `query` (slot index) sees `key` (index into context then blocks); broadcasts.
+
+    S, the length of the context part, is carried by the caller through `key`: context keys are
+    >= 0, and the key of block slot j is -1 - j. So the rule needs no S and both callers agree.
+    """
+    block = torch.clamp(query // block_size, max=len(anchors_N) - 1)  # flex pads queries to a tile
+    offset = query % block_size
+    anchor = anchors_N[block]
+    in_context = (key >= starts_N[block]) & (key < anchor)
+    slot = -1 - key
+    in_block = (key < 0) & (slot // block_size == query // block_size)
+    if rule.window is not None:
+        in_context &= anchor + offset - key < rule.window
+        in_block &= torch.abs(slot % block_size - offset) < rule.window
+    if rule.causal:
+        in_block &= slot % block_size <= offset
+    return in_context | in_block
+
+
+def mask_function(
+    anchors_N: Tensor, starts_N: Tensor, *, context_length: int, block_size: int, rule: MaskRule
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The rule as flex attention's mask_mod(batch, head, query, key)."""
+
+    def mask_mod(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        signed = torch.where(key < context_length, key, context_length - 1 - key)
+        return visible(
+            query,
+            signed,
+            anchors_N=anchors_N,
+            starts_N=starts_N,
+            block_size=block_size,
+            rule=rule,
+        )
+
+    return mask_mod
+
+
+def dense_mask(
+    anchors_N: Tensor, starts_N: Tensor, *, context_length: int, block_size: int, rule: MaskRule
+) -> Tensor:
+    """The rule as a bool matrix [Q, S + Q].
+
+    Raises:
+        ValueError: if the scores of one head would not fit; flex attention is for such sizes.
+    """
+    num_queries = len(anchors_N) * block_size
+    num_keys = context_length + num_queries
+    if num_queries * num_keys > MAX_DENSE_SCORES:
+        raise ValueError(
+            f"dense attention over {num_queries:,} draft positions x {num_keys:,} keys needs "
+            f"{num_queries * num_keys * 4 / 2**30:.1f} GiB of scores per head, above the limit of "
+            f"{MAX_DENSE_SCORES * 4 / 2**30:.1f} GiB; lower drafter.num_anchors or "
+            "tokens_per_batch, or train on a GPU, where attention is block-sparse"
+        )
+    device = anchors_N.device
+    query = torch.arange(num_queries, device=device)[:, None]
+    key = torch.arange(num_keys, device=device)[None, :]
+    mask_mod = mask_function(
+        anchors_N, starts_N, context_length=context_length, block_size=block_size, rule=rule
+    )
+    none = torch.zeros((), dtype=torch.int64, device=device)
+    return mask_mod(none, none, query, key)
+
+
+def find_tiles(blocks: Blocks, *, context_length: int, rule: MaskRule) -> Tiles:
+    """Tiles that the rule touches, and those that it covers, by counting interval ends.
+
+    Each block adds +1 where its interval of key tiles begins and -1 where it ends; a running sum
+    over key tiles then counts, for every tile, the blocks that touch it. A tile is full when every
+    row of the query tile covers it; counting covering blocks is enough, as all rows of a block
+    share an interval but for the window's edge, for which the last slot is the strictest.
+
+    Raises:
+        ValueError: if the context is no multiple of the tile.
+    """
+    if context_length % TILE:
+        raise ValueError(f"context of {context_length} tokens is not a multiple of {TILE}")
+    size = blocks.block_size
+    num_blocks = len(blocks.anchors_N)
+    num_query_tiles = -(-num_blocks * size // TILE)
+    num_key_tiles = context_length // TILE + num_query_tiles
+    anchors = blocks.anchors_N.astype(np.int64)
+    first = last = blocks.starts_N.astype(np.int64)
+    if rule.window is not None:  # the first slot sees furthest back, the last slot least
+        first = np.maximum(first, anchors - rule.window + 1)
+        last = np.maximum(last, anchors + size - rule.window)
+    row = np.arange(num_blocks) * size
+    touched = np.zeros((num_query_tiles, num_key_tiles + 1), dtype=np.int32)
+    covered = np.zeros_like(touched)
+    members = np.zeros(num_query_tiles, dtype=np.int32)
+    # A block of up to 128 slots lies in one query tile or straddles two.
+    for tile, inside in _query_tiles(row, size):
+        np.add.at(members, tile[inside], 1)
+        seen = inside & (first < anchors)
+        _count(touched, tile[seen], first[seen] // TILE, -(-anchors[seen] // TILE))
+        whole_from, whole_to = -(-last // TILE), anchors // TILE
+        whole = inside & (whole_from < whole_to)
+        _count(covered, tile[whole], whole_from[whole], whole_to[whole])
+        own = context_length + row
+        _count(touched, tile[inside], own[inside] // TILE, -(-(own[inside] + size) // TILE))
+    any_visible = np.cumsum(touched, axis=1)[:, :-1] > 0
+    full = np.cumsum(covered, axis=1)[:, :-1] == members[:, None]
+    if (num_blocks * size) % TILE:
+        full[-1] = False  # rows past Q belong to no block
+    return Tiles(partial=any_visible & ~full, full=full)
+
+
+def _query_tiles(row: np.ndarray, size: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(tile, whether it counts) for the tiles that each block's rows lie in."""
+    first, last = row // TILE, (row + size - 1) // TILE
+    widest = int((last - first).max(initial=0))
+    return [(np.minimum(first + i, last), first + i <= last) for i in range(widest + 1)]
+
+
+def _count(counts: np.ndarray, tile: np.ndarray, begin: np.ndarray, end: np.ndarray) -> None:
+    np.add.at(counts, (tile, begin), 1)
+    np.add.at(counts, (tile, end), -1)
+
+
+def ordered_tiles(tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bool [rows, columns] -> int32 counts [rows] and indices [rows, columns], true ones first."""
+    order = np.argsort(~tiles, axis=1, kind="stable").astype(np.int32)
+    return tiles.sum(axis=1, dtype=np.int32), order
+
+
+def block_mask(
+    tile_arrays: tuple[Tensor, ...],
+    mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    *,
+    num_queries: int,
+    num_keys: int,
+) -> BlockMask:
+    """A BlockMask from the eight arrays of `tile_tensors`, all on the device."""
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    names += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+    shaped = {name: array[None, None] for name, array in zip(names, tile_arrays, strict=True)}
+    return BlockMask(
+        seq_lengths=(num_queries, num_keys),
+        BLOCK_SIZE=(TILE, TILE),
+        mask_mod=mask_mod,
+        **shaped,
+    )
+
+
+def tile_arrays(tiles: Tiles) -> tuple[np.ndarray, ...]:
+    """The eight arrays of a BlockMask: for keys by query tile, then for queries by key tile."""
+    partial, full = tiles.partial, tiles.full
+    return (
+        *ordered_tiles(partial),
+        *ordered_tiles(full),
+        *ordered_tiles(partial.T),
+        *ordered_tiles(full.T),
+    )
+
+
+# Eager flex attention would materialise every score (320 GiB at 2,048 anchors over 49,152 tokens), so it is always
+# called through this compiled form; fullgraph turns a fall-back to eager into an error.
+_compiled_flex_attention = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+def attend(q_AQD: Tensor, k_GTD: Tensor, v_GTD: Tensor, mask: BlockMask | Tensor) -> Tensor:
+    """Attention output [A, Q, D]; A query heads share G key/value heads.
+
+    Args:
+        q_AQD: queries [A, Q, D].
+        k_GTD: keys [G, S + Q, D], context first.
+        v_GTD: values, like the keys.
+        mask: a BlockMask (GPU, flex attention) or a dense bool [Q, S + Q] (any device).
+    """
+    q, k, v = q_AQD[None], k_GTD[None], v_GTD[None]
+    if isinstance(mask, BlockMask):
+        return _compiled_flex_attention(q, k, v, block_mask=mask, enable_gqa=True)[0]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0]

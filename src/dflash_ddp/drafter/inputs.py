@@ -1,0 +1,142 @@
+"""From a packed batch and its blocks to what the drafter's step takes: static shapes, one way, no questions back.
+
+Everything is decided on the host (`HostInputs`, numpy) and copied to the device without waiting (`Inputs`). The
+number of supervised slots stays known on the host, so the loss can stop after the last chunk that holds one.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from dflash_ddp.batch import PackedBatch
+from dflash_ddp.drafter.attention import (
+    block_mask,
+    dense_mask,
+    find_tiles,
+    mask_function,
+    tile_arrays,
+)
+from dflash_ddp.drafter.blocks import Blocks
+from dflash_ddp.drafter.loss import Rows
+from dflash_ddp.drafter.model import DrafterShape
+
+
+@dataclass(frozen=True, slots=True)
+class HostInputs:
+    """One microbatch in host memory.
+
+    Attributes:
+        arrays: name -> array; see `Inputs` for names and shapes.
+        tiles: kind of layer -> the eight arrays of its BlockMask; empty for dense attention.
+        num_chunks: loss chunks that hold a supervised slot.
+        weight_sum: sum of position weights.
+        num_tokens: real tokens of the packed batch.
+    """
+
+    arrays: dict[str, np.ndarray]
+    tiles: dict[str, tuple[np.ndarray, ...]]
+    num_chunks: int
+    weight_sum: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One microbatch on the device.
+
+    Attributes:
+        token_ids_X: int64 [N + 1], the anchors' tokens and the mask token.
+        positions_T: int32 [S + Q], positions inside documents of context and slots.
+        rows: the supervised slots, for the loss.
+        supervised_NB: bool [N, B-1], slots 1..B-1 that carry a label.
+        masks: kind of layer -> BlockMask or dense mask.
+    """
+
+    token_ids_X: Tensor
+    positions_T: Tensor
+    rows: Rows
+    supervised_NB: Tensor
+    masks: dict[str, BlockMask | Tensor]
+
+
+def host_inputs(
+    batch: PackedBatch,
+    blocks: Blocks,
+    shape: DrafterShape,
+    *,
+    context_length: int,
+    chunk_rows: int,
+    flex: bool,
+) -> HostInputs:
+    """Pad to the static shapes and find the tiles.
+
+    Args:
+        batch: n <= context_length tokens.
+        blocks: N blocks over it.
+        shape: the drafter's.
+        context_length: S.
+        chunk_rows: rows of a loss chunk.
+        flex: for flex attention; else for the dense path.
+    """
+    positions_S = np.zeros(context_length, dtype=np.int32)
+    positions_S[: batch.num_tokens] = batch.positions
+    slots_R = blocks.slots_R
+    unsupervised = np.flatnonzero(~blocks.supervised_NB[:, 1:])
+    order = np.concatenate([slots_R, unsupervised])
+    num_rows = -(-len(order) // chunk_rows) * chunk_rows
+    slots_P = np.zeros(num_rows, dtype=np.int64)
+    slots_P[: len(order)] = order  # distinct as far as they go: padding adds zeros somewhere
+    labels_P = np.zeros(num_rows, dtype=np.int64)
+    labels_P[: len(slots_R)] = blocks.labels_NB[:, 1:].reshape(-1)[slots_R]
+    weights_P = np.zeros(num_rows, dtype=np.float32)
+    weights_P[: len(slots_R)] = blocks.weights_NB[:, 1:].reshape(-1)[slots_R]
+    mask_token = np.array([shape.mask_token_id])
+    arrays = {
+        "token_ids_X": np.concatenate([blocks.anchor_ids_N, mask_token]).astype(np.int64),
+        "positions_T": np.concatenate([positions_S, blocks.positions_NB.reshape(-1)]),
+        "anchors_N": blocks.anchors_N,
+        "starts_N": blocks.starts_N,
+        "slots_P": slots_P,
+        "labels_P": labels_P,
+        "weights_P": weights_P,
+        "supervised_NB": np.ascontiguousarray(blocks.supervised_NB[:, 1:]),
+    }
+    kinds = dict.fromkeys(shape.layer_types) if flex else {}
+    tiles = {
+        kind: tile_arrays(
+            find_tiles(blocks, context_length=context_length, rule=shape.mask_rule(kind))
+        )
+        for kind in kinds
+    }
+    num_chunks = -(-len(slots_R) // chunk_rows)
+    return HostInputs(arrays, tiles, num_chunks, blocks.weight_sum, batch.num_tokens)
+
+
+def to_device(host: HostInputs, shape: DrafterShape, device: torch.device) -> Inputs:
+    """Copy to the device without waiting and build the masks there."""
+    on = {name: _copy(array, device) for name, array in host.arrays.items()}
+    num_blocks = len(on["anchors_N"])
+    num_queries, num_keys = num_blocks * shape.block_size, len(on["positions_T"])
+    masks: dict[str, BlockMask | Tensor] = {}
+    for kind in dict.fromkeys(shape.layer_types):
+        rule = shape.mask_rule(kind)
+        size = {"context_length": num_keys - num_queries, "block_size": shape.block_size}
+        if kind in host.tiles:
+            mask_mod = mask_function(on["anchors_N"], on["starts_N"], rule=rule, **size)
+            arrays = tuple(_copy(array, device) for array in host.tiles[kind])
+            masks[kind] = block_mask(arrays, mask_mod, num_queries=num_queries, num_keys=num_keys)
+        else:
+            masks[kind] = dense_mask(on["anchors_N"], on["starts_N"], rule=rule, **size)
+    rows = Rows(on["slots_P"], on["labels_P"], on["weights_P"], host.num_chunks)
+    return Inputs(on["token_ids_X"], on["positions_T"], rows, on["supervised_NB"], masks)
+
+
+def _copy(array: np.ndarray, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cpu":
+        return tensor
+    # Pinned memory comes from a caching allocator that waits for the copy before re-use.
+    return tensor.pin_memory().to(device, non_blocking=True)

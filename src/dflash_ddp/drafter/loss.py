@@ -1,0 +1,168 @@
+"""Cross-entropy through the target's frozen head, in chunks, so that full logits never exist.
+
+`R` supervised rows out of the N * (B-1) drafted slots reach the head, `chunk_rows` at a time. Rows are padded with
+weight 0 to whole chunks, so every chunk has one shape. The result is the *sum* of weighted losses: the caller
+divides by the sum of weights over all ranks and microbatches of the step.
+
+How the backward pass gets its gradient is `loss.recompute`:
+
+    in_forward      the head is frozen, so the gradient of the hidden rows is taken while a chunk's logits are at
+                    hand: two products a chunk, nothing of size V is kept
+    reentrant       torch.utils.checkpoint(use_reentrant=True): logits computed again in backward, three products
+    non_reentrant   the same with use_reentrant=False
+    none            each chunk's activations are kept: the plain form, the reference for the others
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from dflash_ddp.config import Recompute
+
+
+class Rows(NamedTuple):
+    """Supervised slots, padded to whole chunks; P >= R.
+
+    Attributes:
+        slots_P: int64, index into the N * (B-1) drafted slots; 0 in the padding.
+        labels_P: int64, true tokens; 0 in the padding.
+        weights_P: fp32, position weights; 0 in the padding.
+        num_chunks: chunks that hold a supervised row; known on the host.
+    """
+
+    slots_P: Tensor
+    labels_P: Tensor
+    weights_P: Tensor
+    num_chunks: int
+
+
+class LossSum(NamedTuple):
+    """Sum of weighted cross-entropies, on the graph, and which rows were right.
+
+    Attributes:
+        loss_sum: fp32 scalar.
+        correct_P: bool, argmax equals the label; meaningless in the padding.
+    """
+
+    loss_sum: Tensor
+    correct_P: Tensor
+
+
+def chunk_loss(
+    hidden_RH: Tensor, head_VH: Tensor, labels_R: Tensor, weights_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One chunk: weighted sum of cross-entropies (fp32) and correctness [R]."""
+    logits_RV = F.linear(hidden_RH, head_VH).float()
+    losses_R = F.cross_entropy(logits_RV, labels_R, reduction="none")
+    return (losses_R * weights_R).sum(), logits_RV.argmax(-1) == labels_R
+
+
+def chunk_loss_and_grad(
+    hidden_RH: Tensor, head_VH: Tensor, labels_R: Tensor, weights_R: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One chunk: as `chunk_loss`, and the gradient of the sum by the hidden rows [R, H].
+
+    With p = softmax(logits): d loss / d logits = w * (p - onehot(label)).
+    """
+    logits_RV = F.linear(hidden_RH, head_VH)
+    logits32 = logits_RV.float()
+    lse_R = logits32.logsumexp(-1)
+    label_logits_R = logits32.gather(-1, labels_R[:, None])[:, 0]
+    probabilities_RV = (logits32 - lse_R[:, None]).exp()
+    columns = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
+    is_label_RV = columns[None] == labels_R[:, None]
+    grad_RV = (probabilities_RV - is_label_RV.float()) * weights_R[:, None]
+    grad_RH = grad_RV.to(hidden_RH.dtype) @ head_VH
+    loss_sum = ((lse_R - label_logits_R) * weights_R).sum()
+    return loss_sum, logits32.argmax(-1) == labels_R, grad_RH
+
+
+class ChunkFunctions(NamedTuple):
+    """The two chunk functions, plain on CPUs and compiled on GPUs."""
+
+    loss: Callable[..., tuple[Tensor, Tensor]] = chunk_loss
+    loss_and_grad: Callable[..., tuple[Tensor, Tensor, Tensor]] = chunk_loss_and_grad
+
+
+class _LossInForward(torch.autograd.Function):
+    """Loss whose gradient is ready before backward: backward only scales and scatters it."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        hidden_MH: Tensor,
+        head_VH: Tensor,
+        rows: Rows,
+        chunk_rows: int,
+        loss_and_grad: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Run the chunks; keep only the gradient rows."""
+        grad_MH = torch.zeros_like(hidden_MH)
+        loss_sum = hidden_MH.new_zeros((), dtype=torch.float32)
+        correct_P = torch.zeros_like(rows.labels_P, dtype=torch.bool)
+        for part in _chunks(rows, chunk_rows):
+            slots = rows.slots_P[part]
+            loss, correct_P[part], grad = loss_and_grad(
+                hidden_MH[slots], head_VH, rows.labels_P[part], rows.weights_P[part]
+            )
+            loss_sum += loss
+            # Padding rows repeat slot 0 with a zero gradient: adding is exact, assigning is not.
+            grad_MH.index_add_(0, slots, grad)
+        ctx.save_for_backward(grad_MH)
+        ctx.mark_non_differentiable(correct_P)
+        return loss_sum, correct_P
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, scale: Tensor, _correct: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Scale the kept gradient by the incoming one."""
+        (grad_MH,) = ctx.saved_tensors
+        return grad_MH * scale.to(grad_MH.dtype), None, None, None, None
+
+
+def _chunks(rows: Rows, chunk_rows: int) -> list[slice]:
+    return [slice(i * chunk_rows, (i + 1) * chunk_rows) for i in range(rows.num_chunks)]
+
+
+def summed_loss(
+    hidden_MH: Tensor,
+    head_VH: Tensor,
+    rows: Rows,
+    *,
+    chunk_rows: int,
+    recompute: Recompute,
+    functions: ChunkFunctions = ChunkFunctions(),
+) -> LossSum:
+    """Sum of weighted cross-entropies of the supervised slots; zero, but on the graph, if none.
+
+    Args:
+        hidden_MH: hidden states of the drafted slots [N * (B-1), H].
+        head_VH: the target's frozen head, same dtype.
+        rows: which slots, which labels, which weights.
+        chunk_rows: rows of a chunk; P is a multiple of it.
+        recompute: see the file's docstring; all forms give the same gradients.
+        functions: the chunk functions to use.
+    """
+    if recompute is Recompute.in_forward:
+        return LossSum(
+            *_LossInForward.apply(hidden_MH, head_VH, rows, chunk_rows, functions.loss_and_grad)
+        )
+    # The zero keeps every parameter on the graph: a rank without labels still joins the reduction.
+    loss_sum = (hidden_MH[:1] * 0.0).sum().float()
+    correct_P = torch.zeros_like(rows.labels_P, dtype=torch.bool)
+    for part in _chunks(rows, chunk_rows):
+        hidden_RH = hidden_MH[rows.slots_P[part]]
+        arguments = (hidden_RH, head_VH, rows.labels_P[part], rows.weights_P[part])
+        if recompute is Recompute.none:
+            loss, correct = functions.loss(*arguments)
+        else:
+            reentrant = recompute is Recompute.reentrant
+            loss, correct = checkpoint(functions.loss, *arguments, use_reentrant=reentrant)
+        loss_sum = loss_sum + loss
+        correct_P[part] = correct
+    return LossSum(loss_sum, correct_P)

@@ -1,0 +1,53 @@
+"""AdamW on the fp32 masters, its learning rate, and the clip."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from dflash_ddp.config import OptimConfig
+
+
+def lr_multiplier(step: int, *, steps: int, warmup_share: float, min_share: float) -> float:
+    """Share of the highest learning rate that step 0..steps-1 uses: linear rise, then a cosine.
+
+    The rise takes at least one step unless its share is zero; the last step ends exactly at
+    `min_share` (a run of a single step uses 1).
+    """
+    warmup = math.ceil(warmup_share * steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    left = steps - 1 - warmup
+    progress = (step - warmup) / left if left > 0 else 0.0
+    return min_share + (1 - min_share) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW; matrices decay, norms do not. Fused on GPUs."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=parameters[0].is_cuda,
+    )
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """The learning rate of the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale gradients so that their global norm is at most `max_norm`; the norm before, fp32.
+
+    Stays on the device: the host does not learn the norm here.
+    """
+    return nn.utils.clip_grad_norm_(list(parameters), max_norm, foreach=True)

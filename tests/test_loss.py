@@ -1,0 +1,132 @@
+"""Every form of the loss against an unchunked float64 one, and the flag that is passed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from drafters import inputs_for, table, tiny_batch, tiny_shape
+
+import dflash_ddp.drafter.loss as loss_module
+from dflash_ddp.config import Recompute
+from dflash_ddp.drafter.loss import summed_loss
+from dflash_ddp.drafter.metrics import microbatch_sums, step_metrics
+
+SHAPE = tiny_shape(block_size=6)
+FORMS = [r for r in Recompute if r is not Recompute.auto]
+
+
+def setup(num_anchors=9, **kwargs):
+    blocks, inputs = inputs_for(tiny_batch(), SHAPE, num_anchors=num_anchors, **kwargs)
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(num_anchors * 5, SHAPE.hidden_size, generator=generator)
+    return blocks, inputs, hidden.requires_grad_()
+
+
+def float64_loss(blocks, hidden, head):
+    """Loss and gradient of hidden, all logits at once."""
+    leaf = hidden.detach().double().requires_grad_()
+    labels = torch.from_numpy(blocks.labels_NB[:, 1:].copy()).reshape(-1)
+    weights = torch.from_numpy(blocks.weights_NB[:, 1:].copy()).reshape(-1).double()
+    losses = F.cross_entropy(leaf @ head.double().T, labels, reduction="none")
+    (losses * weights).sum().backward()
+    return (losses * weights).sum().item(), leaf.grad
+
+
+@pytest.mark.parametrize("recompute", FORMS)
+@pytest.mark.parametrize("chunk_rows", [1, 7, 45, 64])
+def test_loss_and_gradient_equal_float64(recompute, chunk_rows):
+    blocks, inputs, hidden = setup(chunk_rows=chunk_rows)
+    head = table(SHAPE)
+    result = summed_loss(hidden, head, inputs.rows, chunk_rows=chunk_rows, recompute=recompute)
+    (result.loss_sum * 0.25).backward()
+    expected, grad = float64_loss(blocks, hidden, head)
+    assert result.loss_sum.item() == pytest.approx(expected, rel=1e-5)
+    assert (hidden.grad.double() - grad * 0.25).abs().max() < 1e-6
+    assert grad.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("recompute", FORMS)
+def test_no_supervised_slot_gives_zero_on_the_graph(recompute):
+    _, inputs, hidden = setup(anchors=[])
+    result = summed_loss(hidden, table(SHAPE), inputs.rows, chunk_rows=16, recompute=recompute)
+    result.loss_sum.backward()
+    assert result.loss_sum.item() == 0
+    assert hidden.grad is not None
+    assert (hidden.grad == 0).all()
+
+
+@pytest.mark.parametrize("recompute", FORMS)
+def test_only_chunks_with_supervised_slots_reach_the_head(recompute, monkeypatch):
+    """Slot 0 never, and of the rest as many chunks as the supervised slots fill."""
+    blocks, inputs, hidden = setup(anchors=[8, 20], chunk_rows=4)
+    calls = []
+
+    def spy(name):
+        inner = getattr(loss_module, name)
+
+        def counted(hidden_RH, *rest):
+            calls.append(len(hidden_RH))
+            return inner(hidden_RH, *rest)
+
+        return counted
+
+    functions = loss_module.ChunkFunctions(spy("chunk_loss"), spy("chunk_loss_and_grad"))
+    with torch.no_grad():
+        summed_loss(hidden, table(SHAPE), inputs.rows, chunk_rows=4, recompute=recompute, functions=functions)
+    assert len(blocks.slots_R) == 10
+    assert calls == [4, 4, 4]
+
+
+@pytest.mark.parametrize("recompute", FORMS)
+def test_the_configured_recomputation_is_the_one_that_happens(recompute, monkeypatch):
+    """Counts the chunk function's calls in forward and backward, and sees checkpoint's own flag."""
+    _, inputs, hidden = setup(chunk_rows=45)
+    flags, calls = [], []
+    original = loss_module.checkpoint
+
+    def spy(function, *args, use_reentrant):
+        flags.append(use_reentrant)
+        return original(function, *args, use_reentrant=use_reentrant)
+
+    def counted(*args):
+        calls.append(torch.is_grad_enabled())
+        return loss_module.chunk_loss(*args)
+
+    monkeypatch.setattr(loss_module, "checkpoint", spy)
+    functions = loss_module.ChunkFunctions(loss=counted)
+    result = summed_loss(
+        hidden, table(SHAPE), inputs.rows, chunk_rows=45, recompute=recompute, functions=functions
+    )
+    in_forward = list(calls)
+    result.loss_sum.backward()
+    in_backward = calls[len(in_forward) :]
+    expected = {
+        Recompute.reentrant: ([True], [False], [True]),
+        Recompute.non_reentrant: ([False], [True], [True]),
+        Recompute.none: ([], [True], []),
+        Recompute.in_forward: ([], [], []),
+    }
+    assert (flags, in_forward, in_backward) == expected[recompute]
+
+
+def test_metrics_are_ratios_of_global_sums():
+    """Two microbatches with unequal counts: sums first, then ratios; perfect drafts reach B."""
+    blocks, inputs, _ = setup(anchors=[8, 20, 54], chunk_rows=16)
+    head = table(SHAPE)
+    right = torch.from_numpy(blocks.labels_NB[:, 1:].copy()).reshape(-1)
+    hidden = head[right] * 10  # the label's own row scores highest
+    results = []
+    for source in (hidden, -hidden):
+        loss = summed_loss(source, head, inputs.rows, chunk_rows=16, recompute=Recompute.none)
+        sums = microbatch_sums(loss, inputs, weight_sum=blocks.weight_sum, num_tokens=58)
+        results.append(sums)
+    perfect, wrong = (step_metrics(sums.tolist()) for sums in results)
+    assert perfect.accuracy == 1
+    assert perfect.accept_length == 6, "all B - 1 drafts and the target's own token"
+    assert wrong.accept_length == 1
+    both = step_metrics((results[0] + results[1]).tolist())
+    assert both.accuracy == 0.5
+    assert both.num_tokens == 116
+    assert both.loss == pytest.approx((perfect.loss + wrong.loss) / 2)
+    empty = step_metrics([0.0] * len(results[0]))
+    assert empty.loss is None
+    assert empty.accept_length is None
