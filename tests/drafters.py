@@ -13,8 +13,12 @@ VOCABULARY = 97
 
 
 def tiny_shape(
-    *, kinds: tuple[str, ...] = (FULL, FULL), window: int | None = None, causal: bool | None = None,
-    block_size: int = 4, hidden_size: int = 32,
+    *,
+    kinds: tuple[str, ...] = (FULL, FULL),
+    window: int | None = None,
+    causal: bool | None = None,
+    block_size: int = 4,
+    hidden_size: int = 32,
 ) -> DrafterShape:
     return DrafterShape(
         hidden_size=hidden_size,
@@ -80,9 +84,16 @@ def table(shape: DrafterShape, *, seed: int = 0) -> torch.Tensor:
 
 
 def inputs_for(
-    batch: PackedBatch, shape: DrafterShape, *, num_anchors: int = 8, context_length: int = 128,
-    chunk_rows: int = 16, gamma: float | None = 4.0, anchors: list[int] | None = None,
-    device: torch.device = CPU, flex: bool = False,
+    batch: PackedBatch,
+    shape: DrafterShape,
+    *,
+    num_anchors: int = 8,
+    context_length: int = 128,
+    chunk_rows: int = 16,
+    gamma: float | None = 4.0,
+    anchors: list[int] | None = None,
+    device: torch.device = CPU,
+    flex: bool = False,
 ) -> tuple[Blocks, Inputs]:
     places = sample_anchors(batch, num_anchors, seed=0) if anchors is None else np.array(anchors)
     blocks = make_blocks(

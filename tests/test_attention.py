@@ -69,7 +69,11 @@ def test_mask_counts_of_the_published_reference():
     batch = tiny_batch((24,), prompt=0)
     blocks = place(batch, [0, 3, 7, 8, 15, 20], 6, 4)
     tensors = (torch.from_numpy(blocks.anchors_N), torch.from_numpy(blocks.starts_N))
-    for rule, pairs in ((MaskRule(None, False), 308), (MaskRule(5, True), 109), (MaskRule(9, True), 175)):
+    for rule, pairs in (
+        (MaskRule(None, False), 308),
+        (MaskRule(5, True), 109),
+        (MaskRule(9, True), 175),
+    ):
         mask = dense_mask(*tensors, context_length=24, block_size=4, rule=rule)
         assert mask.sum() == pairs
 

@@ -28,7 +28,11 @@ def batch_of(mask: str, lengths: tuple[int, ...] | None = None, index: int = 0) 
 
 def blocks_at(batch, anchors, num_anchors=4, size=4, gamma=None):
     return make_blocks(
-        batch, np.array(anchors, dtype=np.int64), num_anchors=num_anchors, block_size=size, gamma=gamma
+        batch,
+        np.array(anchors, dtype=np.int64),
+        num_anchors=num_anchors,
+        block_size=size,
+        gamma=gamma,
     )
 
 
@@ -77,7 +81,9 @@ def test_slot_k_is_asked_for_the_token_at_its_own_place():
 
 def test_labels_end_with_the_answer_the_document_and_the_batch():
     at_turn = blocks_at(batch_of("0111001111"), [2])
-    assert at_turn.supervised_NB[0].tolist() == [False, True, False, False], "stops at the user turn"
+    assert at_turn.supervised_NB[0].tolist() == [False, True, False, False], (
+        "stops at the user turn"
+    )
     at_document = blocks_at(batch_of("01111111", (4, 4)), [2])
     assert at_document.supervised_NB[0].tolist() == [False, True, False, False]
     at_end = blocks_at(batch_of("01111111", (4, 4)), [6])
@@ -97,8 +103,24 @@ def test_surplus_blocks_carry_nothing():
 
 
 def test_position_weights_of_the_paper():
-    expected = [0, 1, 0.8669, 0.7515, 0.6514, 0.5647, 0.4895, 0.4244, 0.3679, 0.3189, 0.2765, 0.2397,
-                0.2077, 0.1801, 0.1561, 0.1353]
+    expected = [
+        0,
+        1,
+        0.8669,
+        0.7515,
+        0.6514,
+        0.5647,
+        0.4895,
+        0.4244,
+        0.3679,
+        0.3189,
+        0.2765,
+        0.2397,
+        0.2077,
+        0.1801,
+        0.1561,
+        0.1353,
+    ]
     assert np.allclose(position_weights(16, 7.0), expected, atol=5e-5)
     assert position_weights(16, 7.0).sum() == pytest.approx(6.6306, abs=1e-3)
     assert position_weights(10, 5.0).sum() == pytest.approx(4.6048, abs=1e-3)

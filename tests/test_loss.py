@@ -71,7 +71,14 @@ def test_only_chunks_with_supervised_slots_reach_the_head(recompute, monkeypatch
 
     functions = loss_module.ChunkFunctions(spy("chunk_loss"), spy("chunk_loss_and_grad"))
     with torch.no_grad():
-        summed_loss(hidden, table(SHAPE), inputs.rows, chunk_rows=4, recompute=recompute, functions=functions)
+        summed_loss(
+            hidden,
+            table(SHAPE),
+            inputs.rows,
+            chunk_rows=4,
+            recompute=recompute,
+            functions=functions,
+        )
     assert len(blocks.slots_R) == 10
     assert calls == [4, 4, 4]
 

@@ -36,8 +36,12 @@ SHAPES = {
 
 
 TARGET = SimpleNamespace(
-    num_layers=6, max_position_embeddings=512, table_rows=VOCABULARY, bos_token_id=None,
-    eos_token_id=1, pad_token_id=0,
+    num_layers=6,
+    max_position_embeddings=512,
+    table_rows=VOCABULARY,
+    bos_token_id=None,
+    eos_token_id=1,
+    pad_token_id=0,
 )
 
 
@@ -70,8 +74,13 @@ def test_training_layout_equals_zlab_cached_inference(name, tmp_path):
     worst = 0.0
     for first, length in ((0, 37), (37, 21)):
         own = [(n, a) for n, a in enumerate(anchors) if first <= a < first + length]
-        drafts = zlab_drafts(reference, features[first : first + length], batch.input_ids[first:],
-                             embedding, [a - first for _, a in own])
+        drafts = zlab_drafts(
+            reference,
+            features[first : first + length],
+            batch.input_ids[first:],
+            embedding,
+            [a - first for _, a in own],
+        )
         for (n, _), draft in zip(own, drafts, strict=True):
             worst = max(worst, (ours[n] - draft).abs().max().item())
     assert blocks.kept_N.sum() == len(anchors)
@@ -122,11 +131,18 @@ def test_a_block_sees_its_own_past_and_itself_only(name):
             if not (place < anchor and same_document):
                 assert not moved[n], f"block at {anchor} saw context at {place}"
         if shape.layer_types[-1] == FULL:  # and it does see what it may
-            assert all(moved[n] for n, a in enumerate(anchors) if place < a and (a < 37) == (place < 37))
+            assert all(
+                moved[n] for n, a in enumerate(anchors) if place < a and (a < 37) == (place < 37)
+            )
     other_token = inputs.token_ids_X.clone()
     other_token[1] = (other_token[1] + 1) % 90
-    changed = outputs(features, type(inputs)(other_token, *(
-        getattr(inputs, f) for f in ("positions_T", "rows", "supervised_NB", "masks"))))
+    changed = outputs(
+        features,
+        type(inputs)(
+            other_token,
+            *(getattr(inputs, f) for f in ("positions_T", "rows", "supervised_NB", "masks")),
+        ),
+    )
     moved = (changed - before).abs().amax(dim=2) > 0
     assert moved[1].all(), "slot 0 must reach every slot of its block"
     assert not moved[[0, 2, 3]].any(), "and no other block"
@@ -141,7 +157,13 @@ def test_slots_of_a_full_layer_see_later_slots():
         features = random_context(S, shape)
         moved_positions = inputs.positions_T.clone()
         moved_positions[S + shape.block_size - 1] += 1  # last slot of block 0
-        fields = (inputs.token_ids_X, moved_positions, inputs.rows, inputs.supervised_NB, inputs.masks)
+        fields = (
+            inputs.token_ids_X,
+            moved_positions,
+            inputs.rows,
+            inputs.supervised_NB,
+            inputs.masks,
+        )
         with torch.no_grad():
             before = run_drafter(model, features, embedding, inputs)
             after = run_drafter(model, features, embedding, type(inputs)(*fields))
@@ -155,7 +177,9 @@ def test_fresh_weights_depend_on_the_seed_alone():
     first.reset_parameters(3)
     again.reset_parameters(3)
     other.reset_parameters(4)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True)
+    )
     assert not torch.equal(first.fc.weight, other.fc.weight)
     assert (first.norm.weight == 1).all()
     assert abs(first.fc.weight.std().item() - shape.initializer_range) < 0.005
@@ -181,10 +205,20 @@ def test_parameter_count_of_the_published_drafters():
     """1,048,626,432 for Qwen3-8B and 1,730,213,120 for Qwen3.6-27B, as their weight files say."""
     for hidden, inner, expected in ((4096, 12288, 1_048_626_432), (5120, 17408, 1_730_213_120)):
         shape = DrafterShape(
-            hidden_size=hidden, intermediate_size=inner, num_attention_heads=32,
-            num_key_value_heads=8, head_dim=128, num_capture_layers=5, layer_types=(FULL,) * 5,
-            sliding_window=None, is_causal=None, rope_theta=1e6, rms_norm_eps=1e-6,
-            initializer_range=0.02, block_size=16, mask_token_id=0,
+            hidden_size=hidden,
+            intermediate_size=inner,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            num_capture_layers=5,
+            layer_types=(FULL,) * 5,
+            sliding_window=None,
+            is_causal=None,
+            rope_theta=1e6,
+            rms_norm_eps=1e-6,
+            initializer_range=0.02,
+            block_size=16,
+            mask_token_id=0,
         )
         with torch.device("meta"):
             from dflash_ddp.drafter.model import Drafter

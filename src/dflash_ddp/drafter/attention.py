@@ -59,6 +59,7 @@ def visible(
 
     S, the length of the context part, is carried by the caller through `key`: context keys are
     >= 0, and the key of block slot j is -1 - j. So the rule needs no S and both callers agree.
+    No operation is in place: flex attention cannot compile such a rule.
     """
     block = torch.clamp(query // block_size, max=len(anchors_N) - 1)  # flex pads queries to a tile
     offset = query % block_size
@@ -67,10 +68,10 @@ def visible(
     slot = -1 - key
     in_block = (key < 0) & (slot // block_size == query // block_size)
     if rule.window is not None:
-        in_context &= anchor + offset - key < rule.window
-        in_block &= torch.abs(slot % block_size - offset) < rule.window
+        in_context = in_context & (anchor + offset - key < rule.window)
+        in_block = in_block & (torch.abs(slot % block_size - offset) < rule.window)
     if rule.causal:
-        in_block &= slot % block_size <= offset
+        in_block = in_block & (slot % block_size <= offset)
     return in_context | in_block
 
 

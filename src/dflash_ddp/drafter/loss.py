@@ -66,19 +66,21 @@ def chunk_loss_and_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One chunk: as `chunk_loss`, and the gradient of the sum by the hidden rows [R, H].
 
-    With p = softmax(logits): d loss / d logits = w * (p - onehot(label)).
+    With p = softmax(logits): d loss / d logits = w * (p - onehot(label)). Written so that the
+    compiler reads the logits twice and writes the gradient in their place: maximum and sum in one
+    pass, and the label's logit by comparison rather than by a gather of its own.
     """
-    logits_RV = F.linear(hidden_RH, head_VH)
-    logits32 = logits_RV.float()
-    lse_R = logits32.logsumexp(-1)
-    label_logits_R = logits32.gather(-1, labels_R[:, None])[:, 0]
-    probabilities_RV = (logits32 - lse_R[:, None]).exp()
+    logits_RV = F.linear(hidden_RH, head_VH).float()
     columns = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
     is_label_RV = columns[None] == labels_R[:, None]
+    highest_R1 = logits_RV.amax(-1, keepdim=True)
+    sum_R1 = (logits_RV - highest_R1).exp().sum(-1, keepdim=True)
+    label_logits_R = torch.where(is_label_RV, logits_RV, 0.0).sum(-1)
+    losses_R = sum_R1.log()[:, 0] + highest_R1[:, 0] - label_logits_R
+    probabilities_RV = (logits_RV - highest_R1).exp() / sum_R1
     grad_RV = (probabilities_RV - is_label_RV.float()) * weights_R[:, None]
     grad_RH = grad_RV.to(hidden_RH.dtype) @ head_VH
-    loss_sum = ((lse_R - label_logits_R) * weights_R).sum()
-    return loss_sum, logits32.argmax(-1) == labels_R, grad_RH
+    return (losses_R * weights_R).sum(), logits_RV.argmax(-1) == labels_R, grad_RH
 
 
 class ChunkFunctions(NamedTuple):

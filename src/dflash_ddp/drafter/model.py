@@ -144,7 +144,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., H] -> [.., H]."""
-        gate, up = linear(x, self.gate_proj.weight, self.up_proj.weight).chunk(2, dim=-1)
+        # Wide enough to be fast apart; merged, their gradients would have to be laid side by side.
+        gate, up = linear(x, self.gate_proj.weight), linear(x, self.up_proj.weight)
         return linear(F.silu(gate) * up, self.down_proj.weight)
 
 
@@ -254,10 +255,8 @@ class Drafter(nn.Module):
             [N * (B-1), H] in the compute dtype.
         """
         shape, num_blocks = self.shape, len(x_XH) - 1
-        context_SH = self.hidden_norm(linear(features_SC, self.fc.weight))
-        weights = [w for layer in self.layers for w in _context_weights(layer)]
-        contexts = linear(context_SH, *weights).chunk(len(self.layers), dim=-1)
         rotary = rotary_tables(positions_T, shape.head_dim, shape.rope_theta)
+        contexts = self.project_context(features_SC)
         for i, (layer, context_SF) in enumerate(zip(self.layers, contexts, strict=True)):
             x_XH = layer(
                 x_XH,
@@ -270,6 +269,20 @@ class Drafter(nn.Module):
             )
         return self.norm(x_XH)
 
+    def project_context(self, features_SC: Tensor) -> tuple[Tensor, ...]:
+        """The context's raw keys and values [S, 2 * G * D] for every layer, in one product."""
+        context_SH = self.hidden_norm(linear(features_SC, self.fc.weight))
+        attentions = [layer.self_attn for layer in self.layers]
+        weights = [w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)]
+        return linear(context_SH, *weights).chunk(len(self.layers), dim=-1)
 
-def _context_weights(layer: Layer) -> tuple[Tensor, Tensor]:
-    return layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight
+    def compile_parts(self) -> None:
+        """Compile the context, each layer and the last norm, in place, with static shapes.
+
+        Layers apart rather than the whole at once: as fast, compiled once for equal layers, and
+        under DDP the gradients of a layer are reduced while those below are still computed.
+        """
+        options = {"fullgraph": True, "dynamic": False}
+        self.project_context = torch.compile(self.project_context, **options)
+        for module in (*self.layers, self.norm):
+            module.compile(**options)

@@ -1,0 +1,454 @@
+"""The channel: context features from target ranks to drafter ranks, one message a batch.
+
+In, on a target rank: a slot (flat uint8) that its forward fills with row-major features [n, C],
+exactly n * C * itemsize bytes. Out, on a drafter rank: the same bytes in a slot of its own, in the
+order of its sequence, whichever target computed them.
+
+    target rank                                  drafter rank
+    main    acquire: free slot, then ticket
+            forward fills the slot, send
+    sender  wait until the slot is complete
+            wait for credit  <-----------------  fetch  credit, when the GPU has read a released slot
+            write the header  ---------------->  fetch  read the header, check it
+            isend  ===========================>  fetch  irecv into slot (sequence % num_slots)
+            complete: the slot is free           main   receive in order of sequence, release
+
+Invariants. A batch leaves only with credit, so its slot at the drafter is free. A receive is posted
+after the header, the header is written after the payload is complete, and each target has one send
+in flight: so no transfer waits on the GPU for another process, and lanes and DDP cannot block each
+other, whatever order the GPU's queues have. Threads call no compiled code. An error in a thread
+ends the job through `Control.fail`.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from dflash_ddp.control import POLL_S, REPORT_EVERY_S, Control, Header, connection_lost
+from dflash_ddp.log import exit_on_error
+from dflash_ddp.world import World
+
+logger = logging.getLogger(__name__)
+
+_GPU_POLL_S = 0.0005
+_DRAINED_POLL_S = 0.1
+
+
+class LaneError(RuntimeError):
+    """A transfer failed; the text names the peer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """The part of the schedule that the channel needs; equal on all ranks."""
+
+    first_item: int
+    """Where this run starts; sequences count from here."""
+    num_items: int
+    """End of the stream: the items are first_item .. num_items - 1."""
+    route: Callable[[int], tuple[int, int]]
+    """item -> (drafter ordinal, sequence)."""
+    item_of: Callable[[int, int], int | None]
+    """(drafter ordinal, sequence) -> item; None or >= num_items after the drafter's last."""
+
+    def end(self, stop_item: int | None) -> int:
+        """Return the end of the stream, given the stop in force."""
+        return self.num_items if stop_item is None else min(stop_item, self.num_items)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An item that this target rank computes, and the uint8 slot for its features."""
+
+    item: int
+    slot: torch.Tensor
+    claimed_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A batch at its drafter; `slot` is uint8 [header.num_bytes], a view. Release it after use."""
+
+    item: int
+    sequence: int
+    slot: torch.Tensor
+    header: Header
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Transfer:
+    """A send or receive that was posted."""
+
+    lane: tuple[int, int]
+    work: dist.Work
+    received: Received | None = None
+
+
+class _Mover:
+    """Moves buffers over lanes, for one thread. Hides how NCCL and gloo differ.
+
+    NCCL: on a side stream, so that nothing waits for compute; completion is polled. Gloo: `wait`,
+    in the thread that posted, never with a time limit (one that expires closes the lane), and no
+    polling (`is_completed` never turns true).
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._side_stream: AbstractContextManager = nullcontext()
+        if world.device.type == "cuda":
+            torch.cuda.set_device(world.device)  # new threads start on device 0
+            self._side_stream = torch.cuda.stream(torch.cuda.Stream(world.device, priority=-1))
+
+    def post(self, buffer: torch.Tensor, lane: tuple[int, int]) -> dist.Work:
+        """Start to send (on the target rank) or receive (on the drafter rank) the whole buffer."""
+        target, drafter = lane
+        group = self._world.lanes[lane]
+        try:
+            with self._side_stream:
+                # Who meets: the two ranks of the lane. The target has written a header and sends;
+                # the drafter has read it and receives. If the peer dies, gloo raises at once; on
+                # NCCL the heartbeats end the job, or lane_s does.
+                if self._world.rank == target:
+                    work = dist.isend(buffer, drafter, group=group)
+                else:
+                    work = dist.irecv(buffer, target, group=group)
+        except RuntimeError as error:
+            raise self._broken(lane, error) from error
+        assert work is not None
+        return work
+
+    def finished(self, transfer: _Transfer) -> bool:
+        """Tell whether all bytes have been sent or received, as seen from the host."""
+        try:
+            if self._world.device.type == "cuda" and not transfer.work.is_completed():
+                return False
+            with self._side_stream:
+                transfer.work.wait()  # on NCCL it is completed: this only raises what went wrong
+        except RuntimeError as error:
+            raise self._broken(transfer.lane, error) from error
+        return True
+
+    def _broken(self, lane: tuple[int, int], error: RuntimeError) -> LaneError:
+        peer = lane[0] if self._world.rank == lane[1] else lane[1]
+        what = "peer gone" if connection_lost(error) else str(error).partition("\n")[0]
+        return LaneError(f"lane to {self._world.topology.describe(peer)} broke: {what}")
+
+
+def _allocate_slots(world: World, num_slots: int, slot_bytes: int) -> list[torch.Tensor]:
+    """Allocate buffers that live for the whole run, so that no transfer outlives its memory."""
+    slots = [torch.zeros(slot_bytes, dtype=torch.uint8, device=world.device)]
+    slots += [torch.zeros_like(slots[0]) for _ in range(num_slots - 1)]
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    return slots
+
+
+def _record_event(world: World) -> torch.cuda.Event | None:
+    """Mark this point of the current CUDA stream; on the CPU, work is over when a call returns."""
+    if world.device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+class FeatureSender:
+    """A target rank's end of the channel: claims items and sends their features."""
+
+    def __init__(
+        self,
+        world: World,
+        control: Control,
+        routing: Routing,
+        *,
+        num_slots: int,
+        slot_bytes: int,
+        dtype: str,
+    ) -> None:
+        """Allocate the slots and start the sender thread.
+
+        Args:
+            world: device and lanes of this rank.
+            control: tickets, credits, headers.
+            routing: which drafter gets which item.
+            num_slots: 2 lets the forward fill one while the other is sent.
+            slot_bytes: size of each; the largest batch must fit.
+            dtype: name of the feature dtype, for the header.
+        """
+        self.wait_slot_s = 0.0
+        """Seconds that `acquire` has waited for a free slot."""
+        self.wait_credit_s = 0.0
+        """Seconds that complete batches have waited for room at their drafter."""
+        self._world, self._control, self._routing, self._dtype = world, control, routing, dtype
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for slot in _allocate_slots(world, num_slots, slot_bytes):
+            self._free.put(slot)
+        self._outbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="send", daemon=True)
+        self._thread.start()
+
+    def acquire(self) -> Claim | None:
+        """Wait for a free slot, then claim the next item of the stream; None when there is none.
+
+        A ticket is taken only with a slot in hand: a claimed item can always be computed, so the
+        lowest item that is missing never waits for a full rank.
+        """
+        start = time.monotonic()
+        while True:
+            try:
+                slot = self._free.get(timeout=REPORT_EVERY_S)
+                break
+            except queue.Empty:
+                waited, phases = time.monotonic() - start, self._control.phases()
+                logger.info("waiting %.0f s for a free slot (%s)", waited, phases)
+        self.wait_slot_s += time.monotonic() - start
+        item = self._routing.first_item + self._control.claim()
+        if item >= self._routing.end(self._control.stop_item()):
+            self._free.put(slot)
+            return None
+        return Claim(item, slot, time.monotonic())
+
+    def send(self, claim: Claim, *, num_bytes: int, num_tokens: int, digest: int) -> None:
+        """Queue the first `num_bytes` of the slot; returns at once. Call it on the filling stream.
+
+        Raises:
+            ValueError: num_bytes is 0 or larger than the slot.
+        """
+        if not 1 <= num_bytes <= len(claim.slot):
+            raise ValueError(
+                f"item {claim.item} has {num_bytes} bytes of features, the slot has "
+                f"{len(claim.slot)}: slot_bytes must cover the largest packed batch"
+            )
+        header = Header(
+            item=claim.item,
+            target_rank=self._world.rank,
+            num_tokens=num_tokens,
+            num_bytes=num_bytes,
+            dtype=self._dtype,
+            digest=digest,
+        )
+        self._outbox.put((claim, header, _record_event(self._world)))
+
+    def drain(self) -> None:
+        """Wait until all that was queued is sent or dropped by a stop; no send may follow."""
+        self._outbox.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        """Send what is queued, one at a time and in order, until drained."""
+        with exit_on_error(self._control.fail):
+            mover = _Mover(self._world)
+            while (entry := self._outbox.get()) is not None:
+                claim, header, event = entry
+                while event is not None and not event.query():
+                    time.sleep(_GPU_POLL_S)
+                self._send_one(mover, claim, header)
+                self._free.put(claim.slot)
+            self._control.drained()
+
+    def _send_one(self, mover: _Mover, claim: Claim, header: Header) -> None:
+        """The payload is complete; wait for credit, write the header, transfer."""
+        complete_at = time.monotonic()
+        drafter, sequence = self._routing.route(claim.item)
+        while sequence >= self._control.credit(drafter):
+            if claim.item >= self._routing.end(self._control.stop_item()):
+                return  # the stream ends before this item: nobody wants it
+            time.sleep(POLL_S)
+        credit_s = time.monotonic() - complete_at
+        self.wait_credit_s += credit_s
+        compute_s = complete_at - claim.claimed_at
+        self._control.announce(drafter, replace(header, compute_s=compute_s, credit_s=credit_s))
+        lane = (self._world.rank, self._world.topology.drafter_ranks[drafter])
+        transfer = _Transfer(lane, mover.post(claim.slot[: header.num_bytes], lane))
+        while not mover.finished(transfer):
+            time.sleep(_GPU_POLL_S)
+
+
+class FeatureReceiver:
+    """A drafter rank's end of the channel: hands out the features of its items in order."""
+
+    def __init__(
+        self,
+        world: World,
+        control: Control,
+        routing: Routing,
+        *,
+        num_slots: int,
+        slot_bytes: int,
+        dtype: str,
+    ) -> None:
+        """Allocate the slots, give credit for all of them, start the fetch thread.
+
+        Args:
+            world: device and lanes of this rank.
+            control: credits and headers.
+            routing: which items are this drafter's.
+            num_slots: depth + 1: one in use, `depth` ahead of it.
+            slot_bytes: size of each; the largest batch must fit.
+            dtype: name of the feature dtype that headers must carry.
+        """
+        self.wait_s = 0.0
+        """Seconds that `receive` has waited: the health of the split."""
+        self.drafter = world.topology.drafter_ranks.index(world.rank)
+        self._world, self._control, self._routing, self._dtype = world, control, routing, dtype
+        self._slots = _allocate_slots(world, num_slots, slot_bytes)
+        self._num_targets = len(world.topology.target_ranks)
+        self._changed = threading.Condition()
+        self._ready: dict[int, Received] = {}
+        self._ended = False
+        self._next_sequence = self._num_released = 0
+        self._num_granted = num_slots
+        self._released: deque[torch.cuda.Event | None] = deque()
+        control.grant(self.drafter, num_slots)
+        self._thread = threading.Thread(target=self._run, name="fetch", daemon=True)
+        self._thread.start()
+
+    def receive(self) -> Received | None:
+        """Wait for the next item of this drafter; None after its last one, or at the stop.
+
+        The drafter ranks must agree on a stop, and request it, before any of them asks for an item
+        at or after it; then all see None at the same step.
+
+        Raises:
+            RuntimeError: all targets have ended, but the item was never sent.
+        """
+        start, item = time.monotonic(), self._next_item()
+        if item is None:
+            return None
+        with self._changed:
+            while self._next_sequence not in self._ready:
+                if self._ended:
+                    raise RuntimeError(
+                        f"all targets have ended, but item {item}, the next of drafter "
+                        f"{self.drafter}, was never sent: do all ranks have the same schedule?"
+                    )
+                if not self._changed.wait(REPORT_EVERY_S):
+                    waited, phases = time.monotonic() - start, self._control.phases()
+                    logger.info("waiting %.0f s for item %d (%s)", waited, item, phases)
+            received = self._ready.pop(self._next_sequence)
+        self._next_sequence += 1
+        self.wait_s += time.monotonic() - start
+        return received
+
+    def _next_item(self) -> int | None:
+        """Return the item of the next sequence, or None if the stream ends before it."""
+        item = self._routing.item_of(self.drafter, self._next_sequence)
+        end = self._routing.end(self._control.stop_item())
+        return None if item is None or item >= end else item
+
+    def release(self, received: Received) -> None:
+        """Give a slot back, in the order received; call it on the stream that read it last.
+
+        Credit goes out when the GPU has passed this point. Autograd may hold on to the features:
+        release after the backward pass, or after they were copied.
+
+        Raises:
+            ValueError: not the oldest batch that is still held.
+        """
+        if received.sequence != self._num_released:
+            raise ValueError(
+                f"item {received.item} is sequence {received.sequence}, but the oldest batch held "
+                f"is {self._num_released}: release in the order received"
+            )
+        self._num_released += 1
+        self._released.append(_record_event(self._world))
+
+    def close(self) -> None:
+        """Wait until all targets have drained; batches that a stop left over are let go.
+
+        Raises:
+            RuntimeError: this drafter has items left and nobody has requested a stop.
+        """
+        if (item := self._next_item()) is not None:
+            raise RuntimeError(
+                f"drafter {self.drafter} closes before item {item}, which is its next: request a "
+                f"stop first, or the targets wait for credit for ever"
+            )
+        self._thread.join()
+
+    def _run(self) -> None:
+        """Give credit, post announced receives, hand over complete ones, until all is drained."""
+        with exit_on_error(self._control.fail):
+            mover = _Mover(self._world)
+            num_headers, drained, next_look = 0, False, 0.0
+            flying: list[_Transfer] = []
+            while not self._ended:
+                if not drained and time.monotonic() >= next_look:
+                    # Before the look for a header: a target announces first and drains then.
+                    drained = self._control.num_drained() == self._num_targets
+                    next_look = time.monotonic() + _DRAINED_POLL_S
+                granted = self._grant()
+                header = self._control.header(self.drafter, num_headers)
+                if header is not None:
+                    num_headers += 1
+                    flying.append(self._post(mover, header))
+                landed = [transfer for transfer in flying if mover.finished(transfer)]
+                flying = [transfer for transfer in flying if transfer not in landed]
+                self._hand_over(landed, ended=drained and header is None and not flying)
+                if not (granted or header or landed):
+                    time.sleep(POLL_S)
+
+    def _grant(self) -> bool:
+        """Give credit for released slots that the GPU has read; tell whether there were any."""
+        num_read = 0
+        while self._released and (self._released[0] is None or self._released[0].query()):
+            self._released.popleft()
+            num_read += 1
+        if num_read:
+            self._num_granted += num_read
+            self._control.grant(self.drafter, num_read)
+        return num_read > 0
+
+    def _post(self, mover: _Mover, header: Header) -> _Transfer:
+        """Check an announced batch and start to receive it into the slot of its sequence."""
+        sequence = self._check(header)
+        buffer = self._slots[sequence % len(self._slots)][: header.num_bytes]
+        lane = (header.target_rank, self._world.rank)
+        received = Received(header.item, sequence, buffer, header)
+        return _Transfer(lane, mover.post(buffer, lane), received)
+
+    def _hand_over(self, landed: list[_Transfer], *, ended: bool) -> None:
+        """Give complete batches to `receive`, and tell it when no more can come."""
+        if landed or ended:
+            with self._changed:
+                for transfer in landed:
+                    assert transfer.received is not None
+                    self._ready[transfer.received.sequence] = transfer.received
+                self._ended = ended
+                self._changed.notify_all()
+
+    def _check(self, header: Header) -> int:
+        """Return the sequence of an announced batch.
+
+        Raises:
+            ValueError: it is not what this drafter expects; the text names both.
+        """
+        sender = self._world.topology.describe(header.target_rank)
+        said, here = f"{sender} announces item {header.item}", f"drafter {self.drafter}"
+        drafter, sequence = self._routing.route(header.item)
+        if drafter != self.drafter or self._routing.item_of(drafter, sequence) != header.item:
+            raise ValueError(
+                f"{said} to {here}, where the schedule gives it to drafter {drafter} as sequence "
+                f"{sequence}: do all ranks have the same schedule?"
+            )
+        oldest = self._num_granted - len(self._slots)
+        if not oldest <= sequence < self._num_granted:
+            raise ValueError(
+                f"{said}, sequence {sequence}, but {here} has room for sequences {oldest} to "
+                f"{self._num_granted - 1}: do all ranks have the same schedule?"
+            )
+        slot_bytes = len(self._slots[0])
+        if not 1 <= header.num_bytes <= slot_bytes or header.dtype != self._dtype:
+            raise ValueError(
+                f"{said} with {header.num_bytes} bytes of {header.dtype}, but {here} expects 1 to "
+                f"{slot_bytes} bytes of {self._dtype}"
+            )
+        return sequence

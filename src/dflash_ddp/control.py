@@ -1,0 +1,316 @@
+"""The control plane: small messages between all ranks, on the job's TCPStore.
+
+In: what a rank does (phase, claims, credits) and what went wrong. Out: the same, seen by all. The
+store holds these keys; numbers are counters that only grow:
+
+    beat/{rank}      each second: "counter|phase"; a counter that stands still is a dead rank
+    done/{rank}      this rank needs nobody any more, and is not watched from here on
+    abort            why the job ends; the first cause stays
+    said/{key}       a value published for everybody, such as "the data is prepared"
+    ticket           the next item of the stream that nobody has claimed
+    credit/{d}       batches that drafter d (an ordinal) has had room for since the start
+    count/{d}        headers written for drafter d
+    header/{d}/{n}   the n-th of them: a batch lies complete on its target rank
+    drained          targets that will send nothing more
+    stop             the stream ends before this item
+
+Invariants. No call here waits inside the store (that would hold the client's lock); each thread has
+a client of its own. Nothing has a time limit but the heartbeats: while every rank beats, waiting is
+right. A rank that sees `abort` prints the first cause and ends by `os._exit`, from a thread of its
+own, since the main thread may sit in a call that never returns.
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from dflash_ddp.world import JobStore, Launch, Topology
+
+logger = logging.getLogger(__name__)
+
+EXIT_CODE = 13
+"""Exit code of a process that ends because the job ends."""
+POLL_S = 0.002
+"""Pause between two looks at the store."""
+REPORT_EVERY_S = 60.0
+"""A wait longer than this is reported, again and again."""
+_HEADER_VERSION = 1
+_ABORT_POLL_S = 0.2
+_BEAT_S = 1.0
+_NUM_CLIENTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """The message that a batch lies complete on its target rank; its drafter may receive it now."""
+
+    item: int
+    """Number of the batch in the stream."""
+    target_rank: int
+    num_tokens: int
+    num_bytes: int
+    """Exact length of the message that follows on the lane."""
+    dtype: str
+    """Type of the context features."""
+    digest: int
+    """CRC-32 of the packed batch; the drafter compares it with its own."""
+    compute_s: float = 0.0
+    """From the claim until the features were complete."""
+    credit_s: float = 0.0
+    """From then until the drafter had room; a send before it counts as room."""
+    version: int = _HEADER_VERSION
+
+
+def connection_lost(error: BaseException) -> bool:
+    """Tell whether an error of torch.distributed says that the other process is gone."""
+    words = ("closed by peer", "Connection reset", "Broken pipe")
+    return any(word in str(error) for word in words)
+
+
+class Control:
+    """One rank's view of the control plane, and the thread that beats and watches."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        launch: Launch,
+        topology: Topology,
+        *,
+        heartbeat_timeout_s: float = 60.0,
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        """Take the clients and begin to beat.
+
+        Args:
+            store: the job's store; kept, since it may hold the server.
+            launch: this process.
+            topology: the roles, for the names in messages.
+            heartbeat_timeout_s: a beat that stands still for so long ends the job. Well above 10 s
+                in real runs: a name server that does not answer can stall the store for 5 s.
+            start_timeout_s: the same for a rank that has never beaten.
+        """
+        self.rank, self.topology = launch.rank, topology
+        self._job_store, self._hosts_store = store, launch.hosts_store
+        # Whoever may take the store away by its exit leaves the others time to read the cause.
+        takes_store = self._hosts_store or launch.local_world_size < launch.world_size
+        self._linger_s = 1.5 if takes_store and launch.world_size > 1 else 0.0
+        self._limits_s = (heartbeat_timeout_s, start_timeout_s)
+        self._clients = [store.client("control") for _ in range(_NUM_CLIENTS)]
+        self._local = threading.local()
+        self._dying = threading.Lock()
+        self._before_exit: list[Callable[[], object]] = []
+        self._phase = "start"
+        now = time.monotonic()
+        self._peers = {r: ("", now) for r in range(topology.world_size) if r != self.rank}
+        self._released = False
+        self._closing = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._watcher.start()
+
+    @property
+    def _store(self) -> dist.Store:
+        """The client of the calling thread; threads beyond the usual ones share the last."""
+        if not hasattr(self._local, "client"):
+            several = len(self._clients) > 1
+            self._local.client = self._clients.pop() if several else self._clients[0]
+        return self._local.client
+
+    # Life and death of ranks.
+
+    def phase(self, text: str) -> None:
+        """Say what this rank does now ("forward item 7"); seen when a peer waits or this fails."""
+        self._phase = text
+
+    def phases(self) -> str:
+        """Return what the other ranks did at their last beat, in one line."""
+        return "; ".join(
+            f"{self.topology.describe(rank)}: {beat.partition('|')[2] or 'not started'}"
+            for rank, (beat, _) in self._peers.items()
+        )
+
+    def before_exit(self, callback: Callable[[], object]) -> None:
+        """Call this (flush a log) when the job is ended by an error. All together get 3 s."""
+        self._before_exit.append(callback)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """End the job because of an exception of this rank: for `exit_on_error`."""
+        trace = "".join(traceback.format_exception(error)).strip()
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyboardInterrupt):
+            text, trace = "interrupted (Ctrl-C)", ""
+        elif connection_lost(error):
+            text += self._silent_peers()
+        who = self.topology.describe(self.rank)
+        self.abort(f"{who} failed in phase '{self._phase}': {text}", trace)
+
+    def _silent_peers(self) -> str:
+        """Find out who is gone when torch only says that somebody is: whose beat stands still."""
+        time.sleep(4 * _BEAT_S)
+        still = time.monotonic() - 2.6 * _BEAT_S
+        silent = [
+            self.topology.describe(r) for r, (_, since) in self._peers.items() if since < still
+        ]
+        return f" (no heartbeat from: {', '.join(silent)})" if silent else ""
+
+    def abort(self, cause: str, trace: str = "") -> NoReturn:
+        """End the job. The first cause of all ranks wins: every rank prints that one and exits."""
+        try:
+            first = self._store.compare_set("abort", "", f"{cause}\n{trace[-1500:]}").decode()
+        except RuntimeError as error:
+            first = self._lost_store(error)
+        self._die(first, own=cause)
+
+    def _lost_store(self, error: RuntimeError) -> str:
+        return (
+            f"{self.topology.describe(self.rank)} lost the job's store: the launcher or the process "
+            f"that holds it has ended, or the network broke ({error})"
+        )
+
+    def _die(self, first: str, own: str = "") -> NoReturn:
+        """Print the first cause, once, and leave."""
+        with self._dying:
+            logger.critical("the job ends: %s", first.strip())
+            if not first.startswith(own):
+                logger.critical("at the same time here: %s", own)
+            flush = threading.Thread(target=lambda: [f() for f in self._before_exit], daemon=True)
+            flush.start()
+            flush.join(3.0)
+            time.sleep(self._linger_s)
+            os._exit(EXIT_CODE)
+
+    def _watch(self) -> None:
+        """Beat, look for the abort flag and at the beats of the others, until closed."""
+        count, beaten, next_beat = 0, "", 0.0
+        while not self._closing.wait(_ABORT_POLL_S if count else 0):
+            try:
+                if self._store.check(["abort"]):
+                    self._die(self._store.get("abort").decode())
+                due = time.monotonic() >= next_beat
+                if due or self._phase != beaten:
+                    count, beaten = count + 1, self._phase
+                    self._store.set(f"beat/{self.rank}", f"{count}|{beaten}")
+                if due:
+                    next_beat = time.monotonic() + _BEAT_S
+                    self._look_at_peers()
+            except RuntimeError as error:
+                if self._released:
+                    return
+                self._die(self._lost_store(error))
+
+    def _look_at_peers(self) -> None:
+        """Read all beats, then judge: so a rank that was frozen itself blames nobody."""
+        known = [r for r in self._peers if self._peers[r][0] or self._store.check([f"beat/{r}"])]
+        beats = self._store.multi_get([f"beat/{r}" for r in known]) if known else []
+        for rank, beat in zip(known, beats, strict=True):
+            if beat.decode() != self._peers[rank][0]:
+                self._peers[rank] = (beat.decode(), time.monotonic())
+        now = time.monotonic()
+        for rank, (beat, since) in self._peers.items():
+            limit_s = self._limits_s[0 if beat else 1]
+            if now - since > limit_s and not self._store.check([f"done/{rank}"]):
+                last = f"last phase '{beat.partition('|')[2]}'" if beat else "it never started"
+                self.abort(
+                    f"{self.topology.describe(rank)} has no heartbeat for {limit_s:.0f} s ({last}): "
+                    f"dead, frozen, or its node is gone; seen by {self.topology.describe(self.rank)}"
+                )
+
+    # Start and end of the run.
+
+    def publish(self, key: str, value: str = "") -> None:
+        """Give all ranks a value, once ("data", "prepared")."""
+        self._store.set(f"said/{key}", f"={value}")
+
+    def wait_for(self, key: str, what: str) -> str:
+        """Wait until a value is published, as long as all ranks beat; `what` is for people."""
+        self._wait_until(lambda: self._store.check([f"said/{key}"]), what)
+        return self._store.get(f"said/{key}").decode()[1:]
+
+    def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
+        """Poll, and say now and then who is waited for; the watcher sees the abort flag."""
+        start = reported = time.monotonic()
+        while not ready():
+            if time.monotonic() - reported > REPORT_EVERY_S:
+                reported = time.monotonic()
+                logger.info("waiting %.0f s for %s (%s)", reported - start, what, self.phases())
+            time.sleep(10 * POLL_S)
+
+    def done(self) -> None:
+        """Say that this rank needs nobody any more; its heart is not watched from here on."""
+        self.phase("done")
+        self._store.add(f"done/{self.rank}", 1)
+
+    def wait_all_done(self) -> None:
+        """Wait until every rank is done. Then, and not before, groups may be destroyed."""
+        keys = [f"done/{rank}" for rank in range(self.topology.world_size)]
+        self._wait_until(lambda: self._store.check(keys), "all ranks to be done")
+        self._released = True
+
+    def close(self) -> None:
+        """Stop watching. The holder of the store leaves last (it waits 10 s at most)."""
+        self._closing.set()
+        self._watcher.join()
+        num_left, end = self._store.add("left", 1), time.monotonic() + 10.0
+        while self._hosts_store and num_left < self.topology.world_size and time.monotonic() < end:
+            time.sleep(10 * POLL_S)
+            num_left = self._store.add("left", 0)
+
+    # The stream: tickets, credits, headers, stop.
+
+    def claim(self) -> int:
+        """Take the next ticket: 0, 1, 2, ... over all target ranks."""
+        return self._store.add("ticket", 1) - 1
+
+    def grant(self, drafter: int, num_batches: int) -> None:
+        """Tell the targets that this drafter (ordinal) has room for so many batches more."""
+        self._store.add(f"credit/{drafter}", num_batches)
+
+    def credit(self, drafter: int) -> int:
+        """Return how many batches this drafter has had room for: sequence s needs s < credit."""
+        return self._store.add(f"credit/{drafter}", 0)
+
+    def announce(self, drafter: int, header: Header) -> None:
+        """Write a header. Headers of one target are seen in the order of these calls."""
+        number = self._store.add(f"count/{drafter}", 1) - 1
+        self._store.set(f"header/{drafter}/{number}", json.dumps(asdict(header)))
+
+    def header(self, drafter: int, number: int) -> Header | None:
+        """Take header 0, 1, ... of a drafter out of the store; None if it is not there yet.
+
+        Raises:
+            ValueError: it was written by another version of this package.
+        """
+        key = f"header/{drafter}/{number}"
+        if not self._store.check([key]):
+            return None
+        fields = json.loads(self._store.get(key))
+        self._store.delete_key(key)
+        if fields.get("version") != _HEADER_VERSION:
+            raise ValueError(
+                f"header version {fields.get('version')}, this rank knows {_HEADER_VERSION}: "
+                f"install the same dflash_ddp on all nodes"
+            )
+        return Header(**fields)
+
+    def drained(self) -> None:
+        """Say that this target sends nothing more; from the thread that announces."""
+        self._store.add("drained", 1)
+
+    def num_drained(self) -> int:
+        """Return how many targets send nothing more."""
+        return self._store.add("drained", 0)
+
+    def request_stop(self, item: int) -> int:
+        """End the stream before `item`. The first request stays; returns the one in force."""
+        return int(self._store.compare_set("stop", "", str(item)))
+
+    def stop_item(self) -> int | None:
+        """Return the item before which the stream ends, or None."""
+        return int(self._store.get("stop")) if self._store.check(["stop"]) else None

@@ -1,0 +1,95 @@
+"""Forward and backward of one microbatch: what training runs and the benchmark times."""
+
+import logging
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dflash_ddp.compiling import require_compiler, require_main_thread
+from dflash_ddp.config import Recompute
+from dflash_ddp.drafter.inputs import Inputs
+from dflash_ddp.drafter.loss import (
+    ChunkFunctions,
+    LossSum,
+    chunk_loss,
+    chunk_loss_and_grad,
+    summed_loss,
+)
+from dflash_ddp.drafter.model import Drafter
+
+logger = logging.getLogger(__name__)
+
+
+class Tables(NamedTuple):
+    """The target's frozen tables in the compute dtype, [V, H] each; one tensor if tied."""
+
+    embedding_VH: Tensor
+    head_VH: Tensor
+
+
+class LossSettings(NamedTuple):
+    """How the loss runs; see `dflash_ddp.drafter.loss`."""
+
+    chunk_rows: int
+    recompute: Recompute
+    functions: ChunkFunctions = ChunkFunctions()
+
+
+def compile_step(model: Drafter, *, chunk_rows: int, recompute: Recompute) -> LossSettings:
+    """Compile the drafter's parts, in place, and the loss's chunks: static shapes, whole graphs.
+
+    Raises:
+        RuntimeError: torch.compile is switched off.
+    """
+    require_compiler()
+    model.compile_parts()
+    functions = ChunkFunctions(
+        torch.compile(chunk_loss, fullgraph=True, dynamic=False),
+        torch.compile(chunk_loss_and_grad, fullgraph=True, dynamic=False),
+    )
+    return LossSettings(chunk_rows, recompute, functions)
+
+
+def resolve_recompute(recompute: Recompute) -> Recompute:
+    """The form that `auto` stands for: in_forward needs two products a chunk instead of three."""
+    return Recompute.in_forward if recompute is Recompute.auto else recompute
+
+
+def draft(model: nn.Module, tables: Tables, features_SC: Tensor, inputs: Inputs) -> Tensor:
+    """Hidden states of the drafted slots, [N * (B-1), H]."""
+    require_main_thread("the drafter")
+    x_XH = tables.embedding_VH[inputs.token_ids_X]
+    return model(features_SC, x_XH, inputs.positions_T, inputs.masks)
+
+
+def forward_backward(
+    model: nn.Module,
+    tables: Tables,
+    features_SC: Tensor,
+    inputs: Inputs,
+    *,
+    scale: Tensor,
+    loss: LossSettings,
+) -> LossSum:
+    """Add the gradient of `scale * loss_sum` to the parameters.
+
+    Args:
+        model: the drafter, or DDP around it.
+        tables: frozen tables.
+        features_SC: context features [S, C] in the compute dtype; rows past n are never seen.
+        inputs: the microbatch.
+        scale: fp32 scalar on the device: ranks / sum of weights over the whole step.
+        loss: how the loss runs.
+    """
+    hidden_MH = draft(model, tables, features_SC, inputs)
+    result = summed_loss(
+        hidden_MH,
+        tables.head_VH,
+        inputs.rows,
+        chunk_rows=loss.chunk_rows,
+        recompute=loss.recompute,
+        functions=loss.functions,
+    )
+    (result.loss_sum * scale).backward()
+    return result

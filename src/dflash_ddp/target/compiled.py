@@ -1,0 +1,99 @@
+"""Compile the target's decoder layers: one kernel where eager PyTorch runs five.
+
+In: a frozen target. Out: the same model with compiled layers; layers of a kind share one
+compilation for all row shapes. Hooks run outside the compiled code, so capture does not change.
+
+The linear attention of Qwen3.5 calls two functions that a compiler cannot read or should not keep:
+the gated delta rule (Triton kernels of flash-linear-attention, made one opaque operator here) and
+the short causal convolution (a slow library call without causal-conv1d, written out here as shifted
+products that the compiler fuses). Both stand in only inside compiled code.
+"""
+
+import logging
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from dflash_ddp.target.model import decoder_layers
+
+logger = logging.getLogger(__name__)
+
+transformers_delta_rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
+transformers_convolution = modeling_qwen3_5.causal_conv1d_fn
+
+
+def compile_layers(
+    model: PreTrainedModel,
+    *,
+    backend: str | Callable = "inductor",
+    dynamic: bool = True,
+    mixers: bool = True,
+) -> None:
+    """Compile every decoder layer of a frozen target, in place; on the main thread, before capture.
+
+    Args:
+        model: the target.
+        backend: of torch.compile.
+        dynamic: one compilation for all row shapes; False compiles each shape anew.
+        mixers: False leaves linear-attention mixers uncompiled and compiles what is around them.
+    """
+    layers = decoder_layers(model)
+    for layer in layers:
+        mixer = getattr(layer, "linear_attn", None)
+        if mixer is not None and mixers:
+            vars(sys.modules[type(mixer).__module__]).update(
+                torch_chunk_gated_delta_rule=delta_rule, causal_conv1d_fn=convolution
+            )
+        elif mixer is not None:
+            mixer.forward = torch.compiler.disable(mixer.forward)
+        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=dynamic)
+    logger.info("%d target layers will be compiled at their first forward", len(layers))
+
+
+@torch.library.custom_op("dflash_ddp::gated_delta_rule", mutates_args=())
+def opaque_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """The delta rule from an empty state: query, key, value `[R, L, heads, D]`, out like value."""
+    options = {"g": g, "beta": beta, "use_qk_l2norm_in_kernel": True}
+    return transformers_delta_rule(query, key, value, **options)[0].contiguous()
+
+
+@opaque_delta_rule.register_fake
+def _delta_rule_shape(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """All that the compiler learns of the operator: the shape and dtype of its output."""
+    return value.new_empty(value.shape)
+
+
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: object
+) -> tuple[Tensor, Tensor | None]:
+    """In place of transformers' delta rule, with its keywords."""
+    if not torch.compiler.is_compiling():
+        return transformers_delta_rule(query, key, value, g=g, beta=beta, **options)
+    return opaque_delta_rule(query, key, value, g, beta), None
+
+
+def convolution(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **options: object,
+) -> Tensor:
+    """In place of transformers' causal convolution: `[R, channels, L]`, `[channels, taps]`."""
+    if not torch.compiler.is_compiling():
+        return transformers_convolution(
+            hidden_states, weight, bias, activation=activation, **options
+        )
+    if activation != "silu" or bias is not None:
+        raise ValueError(f"unexpected convolution: activation {activation!r}, bias {bias}")
+    taps, length = weight.shape[-1], hidden_states.shape[-1]
+    padded = F.pad(hidden_states, (taps - 1, 0))
+    total = torch.zeros_like(hidden_states, dtype=torch.float32)
+    for tap in range(taps):
+        total = total + padded[..., tap : tap + length].float() * weight[:, tap, None]
+    return F.silu(total).to(hidden_states.dtype)

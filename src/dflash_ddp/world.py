@@ -1,0 +1,344 @@
+"""Who does what: roles from ranks, the job's store, and the live process groups.
+
+In: the variables that torchrun sets, and the numbers of `split`. Out, in the order of a run:
+
+    launch = read_launch()               this process among the others
+    topology = plan_topology(...)        pure: target ranks, drafter ranks, lanes
+    store = JobStore(launch)             clients of the job's TCPStore, before any slow work
+    world = init_world(topology, ...)    device, drafter group (for DDP), this rank's lanes
+    close_world(world)                   on the good path only, after everybody is done
+
+A lane is one (target rank, drafter rank) pair with a communicator of its own, so that no lane
+waits for another: 5 targets and 3 drafters have 15. Two nodes of four with split 5:3 look so:
+
+    node 0: T T D D  (ranks 0 1 2 3)        node 1: T T T D  (ranks 4 5 6 7)
+
+Invariant: every rank makes the same groups in the same order (torch names them by counting).
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The roles of all ranks. Colocated: every rank has both roles, and there are no lanes."""
+
+    target_ranks: tuple[int, ...]
+    drafter_ranks: tuple[int, ...]
+    colocated: bool
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the job."""
+        return len({*self.target_ranks, *self.drafter_ranks})
+
+    @property
+    def lanes(self) -> tuple[tuple[int, int], ...]:
+        """(target rank, drafter rank) of each lane, in the one order that all ranks use."""
+        if self.colocated:
+            return ()
+        return tuple((t, d) for t in self.target_ranks for d in self.drafter_ranks)
+
+    def role(self, rank: int) -> str:
+        """Name the role of a rank: "target", "drafter" or "colocated"."""
+        if self.colocated:
+            return "colocated"
+        return "target" if rank in self.target_ranks else "drafter"
+
+    def describe(self, rank: int) -> str:
+        """Name a rank for people: "rank 2 (drafter)"."""
+        return f"rank {rank} ({self.role(rank)})"
+
+    def speaks(self, rank: int) -> bool:
+        """Tell whether this rank is the first of its role: the one whose INFO lines are shown."""
+        return rank in (self.target_ranks[0], self.drafter_ranks[0])
+
+
+def plan_topology(
+    *, num_targets: int, num_drafters: int, colocated: bool, world_size: int, local_world_size: int
+) -> Topology:
+    """Give each rank its role. Pure: every rank computes the same.
+
+    One node: targets first, then drafters. Several nodes: drafters spread evenly (the first nodes
+    take one more where it does not divide), on the last local ranks of each node.
+
+    Raises:
+        ValueError: split and processes do not fit; the text says what to change.
+    """
+    if world_size % local_world_size:
+        raise ValueError(
+            f"{world_size} processes do not fill nodes of {local_world_size}: start the same "
+            f"--nproc_per_node on every node"
+        )
+    if colocated:
+        if not num_targets == num_drafters == world_size:
+            raise ValueError(
+                f"split.colocated=true gives every rank both roles, but torchrun started "
+                f"{world_size} for split.targets={num_targets} split.drafters={num_drafters}; "
+                f"use split.targets={world_size} split.drafters={world_size}"
+            )
+        return Topology(tuple(range(world_size)), tuple(range(world_size)), colocated=True)
+    if num_targets < 1 or num_drafters < 1:
+        raise ValueError(
+            f"split.targets={num_targets} split.drafters={num_drafters}: each role needs one rank "
+            f"or more; one process alone can run split=colocated"
+        )
+    num_nodes = world_size // local_world_size
+    if num_targets + num_drafters != world_size:
+        raise ValueError(_misfit_text(num_targets, num_drafters, world_size, num_nodes))
+    drafter_ranks: list[int] = []
+    for node in range(num_nodes):
+        num_here = num_drafters // num_nodes + (node < num_drafters % num_nodes)
+        node_end = (node + 1) * local_world_size
+        drafter_ranks += range(node_end - num_here, node_end)
+    target_ranks = tuple(r for r in range(world_size) if r not in drafter_ranks)
+    return Topology(target_ranks, tuple(drafter_ranks), colocated=False)
+
+
+def _misfit_text(num_targets: int, num_drafters: int, world_size: int, num_nodes: int) -> str:
+    """Say that T + D is not the number of processes, and propose the nearest split that is."""
+    wanted = num_targets + num_drafters
+    proposal = "split=colocated"
+    if world_size > 1:
+        drafters = min(max(1, round(world_size * num_drafters / wanted)), world_size - 1)
+        proposal = f"split.targets={world_size - drafters} split.drafters={drafters}"
+    restart = ""
+    if wanted % num_nodes == 0:
+        nodes = f" on each of {num_nodes} nodes" if num_nodes > 1 else ""
+        restart = f" (or start --nproc_per_node {wanted // num_nodes}{nodes})"
+    return (
+        f"split asks for {num_targets} target + {num_drafters} drafter ranks = {wanted} processes, "
+        f"torchrun started {world_size}; use {proposal}{restart}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the launcher told this process."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    run_id: str
+    restart_count: int
+    store_host: str
+    store_port: int
+    hosts_store: bool
+    """No agent holds the store, this process must."""
+
+
+def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
+    """Read torchrun's variables; without them this is a job of one process with its own store.
+
+    Raises:
+        ValueError: RANK is set but other variables of a launcher are missing.
+    """
+    if "RANK" not in env:
+        return Launch(0, 0, 1, 1, "local", 0, "127.0.0.1", 0, hosts_store=True)
+    needed = ["WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    if missing := [name for name in needed if name not in env]:
+        raise ValueError(f"RANK is set but {' '.join(missing)} is not: start with torchrun")
+    return Launch(
+        rank=int(env["RANK"]),
+        local_rank=int(env["LOCAL_RANK"]),
+        world_size=int(env["WORLD_SIZE"]),
+        local_world_size=int(env["LOCAL_WORLD_SIZE"]),
+        run_id=env.get("TORCHELASTIC_RUN_ID", "none"),
+        restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        store_host=env["MASTER_ADDR"],
+        store_port=int(env["MASTER_PORT"]),
+        hosts_store=env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+    )
+
+
+class JobStore:
+    """The job's TCPStore; keys lie under run id and restart count: a restart finds none of the old.
+
+    All clients are opened at once, before anything runs: a new one can stall the store for seconds
+    where its host asks a name server that does not answer.
+    """
+
+    def __init__(self, launch: Launch, *, num_clients: int = 5, timeout_s: float = 300.0) -> None:
+        """Reach the store, after starting it if no agent holds it.
+
+        Raises:
+            torch.distributed.DistError: nobody answers, or the port is taken; names host and port.
+        """
+        self._prefix = f"dflash/{launch.run_id}/{launch.restart_count}"
+        self._server, port = None, launch.store_port
+        if launch.hosts_store:
+            self._server = _open_store(launch, port, True, timeout_s)
+            port = self._server.port
+        self._clients = [_open_store(launch, port, False, timeout_s) for _ in range(num_clients)]
+
+    def client(self, prefix: str) -> dist.Store:
+        """Hand out a connection that nobody else uses, with keys under `prefix`."""
+        return dist.PrefixStore(f"{self._prefix}/{prefix}", self._clients.pop())
+
+
+def _open_store(launch: Launch, port: int, is_master: bool, timeout_s: float) -> dist.TCPStore:
+    """Open the server or a client. Without world_size, torch lets a retry wait up to 30 s."""
+    return dist.TCPStore(
+        launch.store_host,
+        port,
+        world_size=launch.world_size,
+        is_master=is_master,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Limits in seconds. These find a hung GPU; the heartbeats find a dead or frozen process."""
+
+    start_s: float = 600.0
+    """Making the groups."""
+    lane_s: float = 300.0
+    """One transfer; it starts when both sides are ready."""
+    drafters_s: float = 600.0
+    """One collective of the drafters; covers a checkpoint that the others wait for."""
+
+
+@dataclass(slots=True)
+class World:
+    """The live job as this rank sees it."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    topology: Topology
+    drafter_group: dist.ProcessGroup | None = None
+    """All drafter ranks, for DDP; None on a rank that is not one."""
+    lanes: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
+    """(target rank, drafter rank) -> group of two; only the lanes of this rank."""
+
+
+def init_world(
+    topology: Topology,
+    launch: Launch,
+    store: JobStore,
+    *,
+    device_type: str,
+    share_gpu: bool = False,
+    lane_ctas: int = 4,
+    timeouts: Timeouts = Timeouts(),
+    allow_one_connection: bool = False,
+) -> World:
+    """Bind the device, make the groups, connect the lanes. All ranks of the job meet here.
+
+    Call it before the first use of CUDA: it sets variables that CUDA and NCCL read once.
+
+    Args:
+        topology: the plan, equal on all ranks.
+        launch: this process.
+        store: the job's store; torch gets a client of its own.
+        device_type: "cuda" (NCCL, and gloo for tensors in host memory) or "cpu" (gloo).
+        share_gpu: several ranks may use one GPU. For tests: NCCL then takes slow sockets.
+        lane_ctas: thread blocks that one transfer may take from the GPU.
+        timeouts: limits of the groups.
+        allow_one_connection: accept CUDA_DEVICE_MAX_CONNECTIONS=1.
+
+    Raises:
+        ValueError: more local ranks than GPUs, or CUDA_DEVICE_MAX_CONNECTIONS=1.
+    """
+    cuda = device_type == "cuda"
+    device = torch.device("cpu")
+    if cuda:
+        _set_cuda_environment(launch.rank, share_gpu, allow_one_connection)
+        device = _bind_gpu(launch, share_gpu)
+    # Who meets: all ranks. No device_id: groups stay lazy, and new_group is no collective split.
+    # A rank that does not come is named by the heartbeats, or ends this call after start_s.
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=store.client("groups"),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=timeouts.start_s),
+    )
+    world = World(launch.rank, launch.local_rank, launch.world_size, device, topology)
+    # Who meets: all ranks, members or not, here and for each lane, in one order; else as above.
+    # new_group does not inherit the timeout of the default group.
+    drafters, limit = list(topology.drafter_ranks), timedelta(seconds=timeouts.drafters_s)
+    group = dist.new_group(drafters, timeout=limit)
+    world.drafter_group = group if launch.rank in drafters else None
+    for lane in topology.lanes:
+        options = None
+        if cuda:  # a fresh object for each group: torch changes it
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options.config.max_ctas = lane_ctas
+        limit = timedelta(seconds=timeouts.lane_s)
+        backend = "nccl" if cuda else "gloo"
+        group = dist.new_group(list(lane), timeout=limit, backend=backend, pg_options=options)
+        if launch.rank in lane:
+            world.lanes[lane] = group
+    _warm_up(world)
+    return world
+
+
+def _warm_up(world: World) -> None:
+    """Send one byte over each lane: NCCL connects and allocates now and not while training."""
+    byte = torch.zeros(1, dtype=torch.uint8, device=world.device)
+    for (target, drafter), group in world.lanes.items():
+        # Who meets: the two ranks of the lane. All ranks walk their lanes in one order, so the
+        # first lane that is not connected can always go on. If a rank does not come: lane_s.
+        if world.rank == target:
+            dist.send(byte, drafter, group=group)
+        else:
+            dist.recv(byte, target, group=group)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+
+
+def _set_cuda_environment(rank: int, share_gpu: bool, allow_one_connection: bool) -> None:
+    """Set what CUDA and NCCL read at their first use; what the user has set stays."""
+    wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000"}
+    if share_gpu:
+        # NCCL refuses two ranks of one host on one GPU. With a host name of its own each rank is
+        # a node, and traffic goes through sockets of the loopback interface.
+        os.environ["NCCL_HOSTID"] = f"rank{rank}"
+        wanted |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        wanted |= {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+        wanted |= {"RES_OPTIONS": "timeout:1 attempts:1"}
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+    if os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and not allow_one_connection:
+        raise ValueError(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts transfers and compute into one queue of the GPU; "
+            "unset it (32 is used then)"
+        )
+    if torch.cuda.is_initialized():
+        logger.warning("CUDA is in use already: CUDA_DEVICE_MAX_CONNECTIONS has no effect now")
+
+
+def _bind_gpu(launch: Launch, share_gpu: bool) -> torch.device:
+    """Choose this rank's GPU and make it the current one."""
+    num_gpus = torch.cuda.device_count()
+    if num_gpus == 0 or (launch.local_world_size > num_gpus and not share_gpu):
+        raise ValueError(
+            f"{launch.local_world_size} ranks on this node, but {num_gpus} GPUs are visible: start "
+            f"fewer (--nproc_per_node), or device=cpu; split.share_gpu=true is for tests"
+        )
+    device = torch.device("cuda", launch.local_rank % num_gpus)
+    torch.cuda.set_device(device)
+    return device
+
+
+def close_world(world: World) -> None:
+    """Leave the groups. Only after everybody is done: after an error the process just exits."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    world.lanes.clear()
+    world.drafter_group = None
+    dist.destroy_process_group()

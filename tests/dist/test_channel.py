@@ -1,0 +1,308 @@
+"""The channel over gloo: order, content, credit, the end of the stream, and what happens when a rank breaks."""
+
+import os
+import random
+import signal
+import time
+import zlib
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Outcome, report, run_ranks
+
+from dflash_ddp.channel import FeatureReceiver, FeatureSender, Routing
+from dflash_ddp.control import Control
+from dflash_ddp.log import exit_on_error, setup_logging
+from dflash_ddp.world import JobStore, close_world, init_world, plan_topology, read_launch
+
+SLOT_BYTES = 4096
+pytestmark = pytest.mark.dist
+
+
+@dataclass(frozen=True)
+class Case:
+    """One small run; ranks 0 .. targets-1 are targets."""
+
+    targets: int
+    drafters: int
+    first_item: int = 0
+    num_items: int = 24
+    pattern: tuple[int, ...] = ()  # drafter of each item, repeated; default: round robin
+    sleep_s: float = 0.004  # up to so much on each side and item
+    stop_at: int | None = None
+    heartbeat_timeout_s: float = 20.0
+    num_slots: int = 3
+    break_rank: int = -1
+    break_how: str = ""
+
+
+def routing(case: Case) -> Routing:
+    pattern = case.pattern or tuple(range(case.drafters))
+    drafter_of = [pattern[i % len(pattern)] for i in range(case.num_items)]
+    mine = [
+        [i for i in range(case.first_item, case.num_items) if drafter_of[i] == d]
+        for d in range(case.drafters)
+    ]
+
+    def route(item: int) -> tuple[int, int]:
+        return drafter_of[item], mine[drafter_of[item]].index(item)
+
+    def item_of(drafter: int, sequence: int) -> int | None:
+        return mine[drafter][sequence] if sequence < len(mine[drafter]) else None
+
+    return Routing(
+        first_item=case.first_item, num_items=case.num_items, route=route, item_of=item_of
+    )
+
+
+def features(item: int) -> torch.Tensor:
+    """The bytes of an item: another length and content for each."""
+    generator = torch.Generator().manual_seed(item)
+    num_bytes = 1 + item * 977 % SLOT_BYTES
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+
+
+def break_now(how: str) -> None:
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "freeze":
+        time.sleep(0.5)  # so that its phase is known
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "exit":
+        os._exit(9)
+    elif how == "raise":
+        raise ValueError("the dog ate item 5")
+
+
+def stream(rank: int, case: Case) -> dict:
+    """A whole run as a program does it: set up, stream, leave in order."""
+    with exit_on_error() as handler:
+        launch = read_launch()
+        store = JobStore(launch)
+        topology = plan_topology(
+            num_targets=case.targets,
+            num_drafters=case.drafters,
+            colocated=False,
+            world_size=launch.world_size,
+            local_world_size=launch.local_world_size,
+        )
+        setup_logging(rank=rank, role=topology.role(rank), verbose=topology.speaks(rank))
+        control = Control(store, launch, topology, heartbeat_timeout_s=case.heartbeat_timeout_s)
+        handler.publish = control.fail
+        world = init_world(topology, launch, store, device_type="cpu")
+        if rank in topology.target_ranks:
+            result = send_all(rank, world, control, case)
+        else:
+            result = receive_all(rank, world, control, case)
+        control.done()
+        control.wait_all_done()
+        close_world(world)
+        control.close()
+    return result
+
+
+def send_all(rank, world, control, case) -> dict:
+    rules = routing(case)
+    if rank == case.break_rank and case.break_how == "route":
+
+        def route(item: int) -> tuple[int, int]:
+            raise KeyError(f"no route for item {item}")
+
+        rules = replace(rules, route=route)
+    if rank == case.break_rank and case.break_how == "fewer":
+        rules = replace(rules, num_items=case.num_items - 5)
+    dtype = "float32" if rank == case.break_rank and case.break_how == "dtype" else "bfloat16"
+    sender = FeatureSender(
+        world, control, rules, num_slots=2, slot_bytes=2 * SLOT_BYTES, dtype=dtype
+    )
+    sleeps, items = random.Random(rank), []
+    while (claim := sender.acquire()) is not None:
+        control.phase(f"forward item {claim.item}")
+        if rank == case.break_rank and len(items) == 2:
+            break_now(case.break_how)
+        time.sleep(sleeps.random() * case.sleep_s)
+        payload = features(claim.item)
+        if rank == case.break_rank and case.break_how == "large":
+            payload = torch.zeros(SLOT_BYTES + 1, dtype=torch.uint8)
+        claim.slot[: len(payload)] = payload
+        crc = zlib.crc32(payload.numpy())
+        sender.send(claim, num_bytes=len(payload), num_tokens=7, digest=crc)
+        items.append(claim.item)
+    sender.drain()
+    return {"items": items, "wait_slot_s": sender.wait_slot_s, "credit_s": sender.wait_credit_s}
+
+
+def receive_all(rank, world, control, case) -> dict:
+    rules = routing(case)
+    if rank == case.break_rank and case.break_how == "schedule":
+        right = rules.route
+        rules = replace(rules, route=lambda item: (1 - right(item)[0], 0))
+    receiver = FeatureReceiver(
+        world, control, rules, num_slots=case.num_slots, slot_bytes=SLOT_BYTES, dtype="bfloat16"
+    )
+    sleeps, items, crcs = random.Random(rank), [], []
+    while (received := receiver.receive()) is not None:
+        control.phase(f"train item {received.item}")
+        if rank == case.break_rank and len(items) == 2:
+            break_now(case.break_how)
+            if case.break_how == "leave":
+                break
+        if case.stop_at is not None:
+            if received.item >= case.stop_at - 4:
+                control.request_stop(case.stop_at)
+            # Who meets: the drafter ranks, once an item, as in training.
+            dist.all_reduce(torch.ones(1), group=world.drafter_group)
+        time.sleep(sleeps.random() * case.sleep_s)
+        assert torch.equal(received.slot, features(received.item))
+        assert received.header.digest == zlib.crc32(received.slot.numpy())
+        assert received.header.item == received.item
+        assert received.header.num_tokens == 7
+        assert received.sequence == len(items)
+        items.append(received.item)
+        crcs.append(zlib.crc32(received.slot.numpy()))
+        receiver.release(received)
+    receiver.close()
+    return {"items": items, "crcs": crcs, "wait_s": receiver.wait_s}
+
+
+def run(case: Case, **options) -> list[Outcome]:
+    return run_ranks(stream, case.targets + case.drafters, case, **options)
+
+
+def assert_delivered(case: Case, outcomes: list[Outcome], end: int) -> None:
+    """Every item once, at its drafter, in order; computed once, by some target."""
+    values = [outcome.value for outcome in outcomes]
+    rules = routing(case)
+    wanted = range(case.first_item, end)
+    for drafter in range(case.drafters):
+        expected = [i for i in wanted if rules.route(i)[0] == drafter]
+        assert values[case.targets + drafter]["items"] == expected
+    computed = sorted(item for value in values[: case.targets] for item in value["items"])
+    assert len(set(computed)) == len(computed)
+    assert set(wanted) <= set(computed)
+
+
+@pytest.mark.parametrize(("targets", "drafters"), [(1, 1), (3, 1), (1, 3), (2, 3)])
+def test_every_item_once_and_in_order(targets, drafters):
+    case = Case(targets, drafters)
+    assert_delivered(case, run(case), case.num_items)
+
+
+def test_unequal_numbers_of_items():
+    case = Case(2, 2, pattern=(0, 0, 1, 0), num_items=23)
+    assert_delivered(case, run(case), case.num_items)
+
+
+def test_resumed_stream_starts_in_the_middle():
+    case = Case(2, 2, first_item=7, num_items=20)
+    assert_delivered(case, run(case), case.num_items)
+
+
+@pytest.mark.parametrize("first_item", [0, 5])
+def test_no_items(first_item):
+    case = Case(2, 1, first_item=first_item, num_items=first_item)
+    assert_delivered(case, run(case), first_item)
+
+
+def test_fewer_items_than_ranks():
+    case = Case(2, 2, num_items=1)
+    assert_delivered(case, run(case), 1)
+
+
+def test_one_slot_is_enough():
+    case = Case(2, 2, num_slots=1)
+    assert_delivered(case, run(case), case.num_items)
+
+
+def test_number_of_targets_does_not_change_what_a_drafter_sees():
+    one, three = run(Case(1, 1, num_items=30)), run(Case(3, 1, num_items=30))
+    assert one[1].value["items"] == three[3].value["items"] == list(range(30))
+    assert one[1].value["crcs"] == three[3].value["crcs"]
+
+
+def test_stop_ends_all_drafters_before_the_same_item():
+    case = Case(2, 2, num_items=1000, stop_at=20)
+    assert_delivered(case, run(case), 20)
+
+
+def watch_credit(rank: int, case: Case) -> dict | None:
+    """Stream, but look at the store's counters while the drafter sits on its first batch."""
+    receive = FeatureReceiver.receive
+
+    def slow(receiver: FeatureReceiver):
+        received = receive(receiver)
+        if received is not None and received.sequence in (0, 1):
+            time.sleep(0.7)
+            counters = receiver._control._store
+            seen.append((counters.add("count/0", 0), counters.add("ticket", 0)))
+        return received
+
+    seen: list[tuple[int, int]] = []
+    FeatureReceiver.receive = slow
+    result = stream(rank, case)
+    return result | {"seen": seen}
+
+
+def test_targets_never_run_ahead_of_credit():
+    case = Case(2, 1, num_items=30, sleep_s=0)
+    outcomes = run_ranks(watch_credit, 3, case)
+    assert_delivered(case, outcomes, 30)
+    # Headers: as many as slots, and one more after each release. Claimed besides: two send slots a target.
+    assert outcomes[2].value["seen"] == [(3, 3 + 4), (4, 4 + 4)]
+    assert outcomes[0].value["wait_slot_s"] > 0.5
+    assert outcomes[0].value["credit_s"] > 0.5
+
+
+def assert_all_end_with(outcomes: list[Outcome], texts: list[str], *, but: int, within_s: float):
+    """All ranks but one exit with code 13, soon, and print a cause with these texts."""
+    for outcome in outcomes:
+        if outcome.rank != but:
+            assert outcome.exit_code == 13, report(outcomes)
+            assert outcome.ended_s < within_s, report(outcomes)
+            cause = outcome.output.partition("the job ends: ")[2]
+            assert all(text in cause for text in texts), report(outcomes)
+
+
+@pytest.mark.parametrize(("rank", "how"), [(0, "kill"), (3, "exit")])
+def test_dead_rank_ends_all_and_is_named(rank, how):
+    case = Case(2, 2, 0, 400, break_rank=rank, break_how=how, heartbeat_timeout_s=4)
+    outcomes = run(case, check=False)
+    role = "target" if rank < 2 else "drafter"
+    assert_all_end_with(outcomes, [f"rank {rank} ({role})"], but=rank, within_s=10)
+    assert outcomes[rank].exit_code == (9 if how == "exit" else -9)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_frozen_rank_ends_all_within_the_heartbeat_limit(rank):
+    case = Case(2, 2, 0, 400, break_rank=rank, break_how="freeze", heartbeat_timeout_s=4)
+    outcomes = run(case, check=False, may_hang=[rank])
+    texts = [f"rank {rank} (", "has no heartbeat for 4 s (last phase '", "item"]
+    assert_all_end_with(outcomes, texts, but=rank, within_s=10)
+
+
+@pytest.mark.parametrize(
+    ("targets", "drafters", "rank", "how", "texts"),
+    [
+        (2, 1, 1, "route", ["rank 1 (target) failed in phase", "no route for item"]),
+        (2, 1, 2, "raise", ["rank 2 (drafter) failed", "item 2'", "the dog ate item 5"]),
+        (
+            2,
+            1,
+            1,
+            "dtype",
+            [
+                "rank 1 (target) announces item",
+                "bytes of float32, but drafter 0 expects 1 to 4096 bytes of bfloat16",
+            ],
+        ),
+        (1, 1, 0, "large", ["announces item 0 with 4097 bytes", "expects 1 to 4096 bytes"]),
+        (1, 2, 2, "schedule", ["announces item", "do all ranks have the same schedule?"]),
+        (1, 1, 0, "fewer", ["item 19 (sequence 19 of drafter 0) was never sent"]),
+        (2, 1, 2, "leave", ["drafter 0 closes before item 3", "request a stop first"]),
+    ],
+)
+def test_error_in_one_rank_ends_all_with_its_text(targets, drafters, rank, how, texts):
+    case = Case(targets, drafters, break_rank=rank, break_how=how)
+    assert_all_end_with(run(case, check=False), texts, but=-1, within_s=10)

@@ -1,0 +1,358 @@
+"""Tokenised documents on disk: complete or absent, never stale, alike for any number of workers."""
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dflash_ddp.data import store as store_module
+from dflash_ddp.data.conversation import Conversation
+from dflash_ddp.data.rendering import Renderer, RenderSettings, render_row
+from dflash_ddp.data.report import format_report
+from dflash_ddp.data.store import DocumentStore, prepare
+
+TEMPLATE = """{% if messages[0].role != 'user' %}{{ raise_exception('No user query found') }}
+{%- endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+START, END, MASK = 256, 257, 258  # the last one is no token of the tokenizer
+
+
+def make_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {sign: number for number, sign in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def settings(max_length: int = 200, mode: bool | None = None) -> RenderSettings:
+    return RenderSettings(mode, frozenset({END}), max_length)
+
+
+def row(question: str = "q", answer: str = "an answer") -> dict:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": turns}
+
+
+def write(path: Path, *rows: dict | bytes) -> Path:
+    lines = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in rows]
+    path.write_bytes(b"\n".join(lines))
+    return path
+
+
+def make(path: Path, *, tokenizer=None, max_length: int = 200, mode=None, **options):
+    options.setdefault("cache_dir", path.parent / "cache")
+    return prepare(
+        str(path), tokenizer or make_tokenizer(), settings=settings(max_length, mode), **options
+    )
+
+
+def directories(cache: Path) -> list[str]:
+    return sorted(entry.name for entry in cache.iterdir())
+
+
+def test_documents_come_back_as_rendered(tmp_path):
+    rows = [row(f"question {i}", "answer " * (i % 5 + 1)) for i in range(700)]
+    path = write(tmp_path / "a.jsonl", *rows)
+    store = make(path, max_length=40)
+    renderer = Renderer(make_tokenizer(), settings(40))
+    assert store.num_documents == len(rows)
+    for number, line in enumerate(rows):
+        (expected,) = render_row(renderer, Conversation(line["messages"])).documents
+        ids, loss_mask = store.document(number)
+        assert (ids.dtype, loss_mask.dtype) == (np.int32, bool)
+        assert ids.tolist() == expected.ids.tolist()
+        assert loss_mask.tolist() == expected.loss_mask.tolist()
+        assert store.lengths[number] == len(ids) <= 40
+        assert store.origin(number) == f"{path}:{number + 1}"
+    assert store.lengths.dtype == np.int32
+    assert store.num_tokens == store.lengths.sum() == store.report["num_tokens"]
+    assert store.path.name == store.fingerprint
+    with pytest.raises(ValueError, match="read-only"):
+        store.document(0)[0][0] = 1
+    assert directories(store.path.parent) == [store.fingerprint]
+
+
+BAD = {
+    b'{"messages": [{"role": "user", "content": "caf\xe9"}]}': "text is not UTF-8",
+    b'{"messages": [{"role": "user"': "line is not JSON",
+    b'{"text": "x"}': "no 'messages' or 'conversations'",
+    b'{"messages": [{"role": "assistant", "content": "x y"}]}': "the answer has no prompt",
+    b'{"messages": [{"role": "system", "content": "x"}]}': "no assistant turn",
+    b'{"messages": [{"role": "tool", "content": "x"}, {"role": "user", "content": "x"}, '
+    b'{"role": "assistant", "content": "x"}]}': "template: No user query found",
+    b'{"conversations": [{"from": "observation", "value": "x"}]}': "unknown role 'observation'",
+}
+
+
+def test_bad_rows_are_counted_by_reason_with_their_place(tmp_path, caplog):
+    path = write(tmp_path / "a.jsonl", *(line for bad in BAD for line in (bad, row())))
+    store = make(path, max_bad_share=0.5)
+    report = store.report
+    assert report["num_rows"] == 2 * len(BAD)
+    assert report["num_rows_kept"] == report["num_documents"] == len(BAD)
+    assert report["num_bad_rows"] == len(BAD)
+    dropped = report["dropped_rows"]
+    assert {reason: entry["count"] for reason, entry in dropped.items()} == dict.fromkeys(
+        BAD.values(), 1
+    )
+    for number, reason in enumerate(BAD.values()):
+        assert dropped[reason]["examples"][0].startswith(f"{path}:{2 * number + 1}: ")
+    text = format_report(report)
+    assert "14 read, 7 kept" in text
+    assert all(reason in text for reason in BAD.values())
+    assert len(text.splitlines()) < 15
+
+
+def test_too_many_bad_rows_are_an_error_fresh_and_cached(tmp_path):
+    path = write(tmp_path / "a.jsonl", b"{", row(), row(), row())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"1 of 4 rows are bad \(25\.0%\)[\s\S]*a\.jsonl:1"):
+            make(path, max_bad_share=0.2)
+    assert make(path, max_bad_share=0.25).num_documents == 3
+
+
+def test_rows_lost_to_their_length_are_no_bad_rows(tmp_path):
+    path = write(tmp_path / "a.jsonl", row("q" * 300), row(answer=""), row())
+    report = make(path, max_bad_share=0.0).report
+    assert (report["num_rows_kept"], report["num_bad_rows"]) == (1, 0)
+    assert sum(entry["count"] for entry in report["dropped_rows"].values()) == 2
+
+
+@pytest.mark.parametrize("content", [(), (b"{", b"x"), (row("q" * 300),), (b"", b"  ")])
+def test_nothing_left_is_an_error_with_the_reasons_and_leaves_nothing(tmp_path, content):
+    path = write(tmp_path / "a.jsonl", *content)
+    with pytest.raises(ValueError, match="no usable row among the") as error:
+        make(path, max_bad_share=1.0)
+    assert str(path) in str(error.value)
+    assert ("max_length" in str(error.value)) == (content == (row("q" * 300),))
+    assert directories(tmp_path / "cache") == []
+
+
+def test_the_report_adds_up_with_many_kinds_of_rows(tmp_path):
+    rows = [row("q" * (i % 90), "a" * (i % 70)) for i in range(300)]
+    rows += [{"messages": [{"role": f"r{i}", "content": "x"}]} for i in range(60)]
+    long = {"messages": row("q", "a b")["messages"] + row("q" * 300, "a b")["messages"]}
+    report = make(write(tmp_path / "a.jsonl", *rows, long), max_length=100, max_bad_share=1).report
+    counts = [entry["count"] for entry in report["dropped_rows"].values()]
+    assert report["num_rows"] == 361 == report["num_rows_kept"] + sum(counts)
+    assert len(report["dropped_rows"]) <= 42  # sixty unknown roles do not make sixty lines
+    assert all(1 <= len(entry["examples"]) <= 3 for entry in report["dropped_rows"].values())
+    assert list(report["dropped_answers"]) == ["the answer lies behind max_length"]
+    assert sum(report["length_histogram"].values()) == report["num_documents"]
+    store = DocumentStore(tmp_path / "cache" / report["fingerprint"])
+    masks = [store.document(number)[1] for number in range(store.num_documents)]
+    assert report["num_supervised_tokens"] == sum(int(mask.sum()) for mask in masks)
+    assert report["num_truncated"] == sum(int(length == 100) for length in store.lengths) > 0
+
+
+def test_every_change_of_what_matters_is_seen(tmp_path):
+    """Length, mode, template, tokenizer, one edited row: each tokenises again, with its effect."""
+    path = write(tmp_path / "a.jsonl", row(), row(answer="b" * 90))
+    first = make(path)
+    assert make(path).path == first.path
+    shorter = make(path, max_length=64)
+    assert (shorter.lengths.max(), first.lengths.max()) == (64, 112)
+    other_template = make(
+        path, tokenizer=make_tokenizer(TEMPLATE.replace("\n{% endfor", "{% endfor"))
+    )
+    assert other_template.lengths[0] < first.lengths[0]
+    added = make_tokenizer()
+    added.add_tokens(["answer"])
+    other_tokenizer = make(path, tokenizer=added)
+    assert other_tokenizer.lengths[0] < first.lengths[0]
+    mode = make(path, mode=True)
+    write(path, row(), row(answer="c" * 90))
+    edited = make(path)
+    stores = [first, shorter, other_template, other_tokenizer, mode, edited]
+    assert len({store.fingerprint for store in stores}) == len(stores)
+    assert mode.report["enable_thinking"] is True
+    moved = tmp_path / "b.jsonl"
+    path.rename(moved)
+    assert make(moved).path == edited.path
+
+
+def test_a_new_code_version_is_seen(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", row())
+    first = make(path)
+    monkeypatch.setattr(store_module, "FORMAT", store_module.FORMAT + 1)
+    assert make(path).path != first.path
+    with pytest.raises(ValueError, match="format 1"):
+        DocumentStore(first.path)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "loss_mask.bin", "report.json"])
+def test_a_damaged_directory_is_refused(tmp_path, name):
+    file = make(write(tmp_path / "a.jsonl", row())).path / name
+    if name == "report.json":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ValueError, match=str(file.parent)):
+        DocumentStore(file.parent)
+
+
+def test_mask_token_and_table_are_checked_against_all_ids(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "_SCAN_TOKENS", 16)
+    added = make_tokenizer()
+    added.add_tokens(["zzz"])  # id 258
+    path = write(tmp_path / "a.jsonl", b"", row(), row(), row(answer="so zzz it is"), row())
+    store = make(path, tokenizer=added)
+    assert store.check_ids(300, 299) is None
+    with pytest.raises(ValueError, match=r"must not occur in the data; id 258 .* a?.*a\.jsonl:4"):
+        store.check_ids(300, 258)
+    with pytest.raises(ValueError, match=r"below 258.*; id 258 .*document 2, from .*a\.jsonl:4"):
+        store.check_ids(258, 0)
+    with pytest.raises(ValueError, match="mask_token_id=257 must not occur"):  # mask = pad = eos
+        store.check_ids(300, END)
+    for mask in (300, -1):
+        with pytest.raises(ValueError, match=rf"mask_token_id={mask} must lie in 0\.\.299"):
+            store.check_ids(300, mask)
+
+
+def test_workers_change_nothing(tmp_path):
+    rows = [row(f"question {i}", "answer " * (i % 7)) for i in range(1500)]
+    rows[700:700] = list(BAD)
+    path = write(tmp_path / "a.jsonl", *rows)
+    one = make(path, cache_dir=tmp_path / "one", num_workers=1)
+    two = make(path, cache_dir=tmp_path / "two", num_workers=2)
+    for name in ("tokens.bin", "loss_mask.bin", "offsets.npy", "origins.npy", "report.json"):
+        assert (one.path / name).read_bytes() == (two.path / name).read_bytes()
+
+
+def _prepare_in_a_process(path: str, barrier) -> None:
+    barrier.wait()
+    store = make(Path(path))
+    assert store.num_documents == 2000
+    assert store.document(1999)[0][0] == START
+
+
+def test_processes_that_race_share_one_directory(tmp_path):
+    path = write(tmp_path / "a.jsonl", *[row(f"q{i}") for i in range(2000)])
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(3)
+    racers = [
+        context.Process(target=_prepare_in_a_process, args=(str(path), barrier)) for _ in range(3)
+    ]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join(60)
+    assert [racer.exitcode for racer in racers] == [0, 0, 0]
+    assert directories(tmp_path / "cache") == [make(path).fingerprint]
+
+
+def test_threads_that_race_share_one_directory(tmp_path):
+    for attempt in range(10):
+        path = write(tmp_path / f"{attempt}.jsonl", *[row(f"{attempt} {i}") for i in range(20)])
+        stores: list = []
+        gate = threading.Barrier(4)
+
+        def work(path=path, stores=stores, gate=gate):
+            gate.wait()
+            stores.append(make(path))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert [store.num_documents for store in stores] == [20] * 4
+    assert len(directories(tmp_path / "cache")) == 10
+
+
+def test_a_full_disk_leaves_nothing_and_the_next_run_works(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", row())
+
+    def refuse(file):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "_sync", refuse)
+        with pytest.raises(OSError, match="No space"):
+            make(path)
+    assert directories(tmp_path / "cache") == []
+    assert make(path).num_documents == 1
+
+
+def test_progress_and_modes_are_logged(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(store_module, "_LOG_EVERY_S", 0.0)
+    path = write(tmp_path / "a.jsonl", *[row()] * 600)
+    with caplog.at_level(logging.INFO):
+        make(path, mode=False)
+        make(path, mode=False)
+    assert "does not know enable_thinking=False" in caplog.text
+    assert "tokenised 512 rows" in caplog.text
+    assert "using tokenised documents" in caplog.text
+
+
+SCRIPT = """
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, {tests!r})
+    from test_store import make
+
+    make(Path({path!r}), num_workers=2)
+"""
+
+
+def children(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in listed]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+def test_no_worker_outlives_a_stopped_run(tmp_path, sign):
+    """Ctrl-C goes to all processes and the parent answers; a killed parent cannot answer at all."""
+    path = write(tmp_path / "a.jsonl", *[row("q", "word " * 400)] * 15000)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), path=str(path)))
+    run = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    tokens = None
+    for _ in range(600):
+        time.sleep(0.05)
+        tokens = next((tmp_path / "cache").glob(".*/tokens.bin"), None)
+        if tokens is not None and tokens.stat().st_size > 0:
+            break
+    assert tokens is not None
+    workers = children(run.pid)
+    assert len(workers) >= 2
+    if sign is signal.SIGINT:
+        os.killpg(run.pid, sign)
+    else:
+        os.kill(run.pid, sign)
+    _, errors = run.communicate(timeout=20)
+    for _ in range(200):
+        alive = [worker for worker in workers if Path(f"/proc/{worker}/stat").exists()]
+        if not alive:
+            break
+        time.sleep(0.05)
+    assert alive == []
+    if sign is signal.SIGINT:
+        assert b"KeyboardInterrupt" in errors
+        assert errors.count(b"Traceback") == 1  # the parent's; no worker dies loudly
+        assert directories(tmp_path / "cache") == []
