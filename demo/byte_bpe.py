@@ -75,7 +75,8 @@ CHAT_TEMPLATE = r"""
 
 def end_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """Ids at which an answer ends: <|im_end|>, then <|endoftext|>, which also pads."""
-    return list(tokenizer.convert_tokens_to_ids([TURN_END, END_OF_TEXT]))
+    vocabulary = tokenizer.get_vocab()
+    return [vocabulary[TURN_END], vocabulary[END_OF_TEXT]]
 
 
 def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:

@@ -75,7 +75,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A batch at its drafter; `slot` is uint8 [header.num_bytes], a view. Release it after use."""
+    """A batch at its drafter: the first `header.num_bytes` of the uint8 slot. Release it after use.
+
+    Bytes behind them are of earlier batches (zeros at first), so the whole slot is always finite.
+    """
 
     item: int
     sequence: int
@@ -410,10 +413,10 @@ class FeatureReceiver:
     def _post(self, mover: _Mover, header: Header) -> _Transfer:
         """Check an announced batch and start to receive it into the slot of its sequence."""
         sequence = self._check(header)
-        buffer = self._slots[sequence % len(self._slots)][: header.num_bytes]
+        slot = self._slots[sequence % len(self._slots)]
         lane = (header.target_rank, self._world.rank)
-        received = Received(header.item, sequence, buffer, header)
-        return _Transfer(lane, mover.post(buffer, lane), received)
+        received = Received(header.item, sequence, slot, header)
+        return _Transfer(lane, mover.post(slot[: header.num_bytes], lane), received)
 
     def _hand_over(self, landed: list[_Transfer], *, ended: bool) -> None:
         """Give complete batches to `receive`, and tell it when no more can come."""

@@ -32,6 +32,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from dflash_ddp.config import ConfigError
 from dflash_ddp.world import JobStore, Launch, Topology
 
 logger = logging.getLogger(__name__)
@@ -146,6 +147,8 @@ class Control:
         text = f"{type(error).__name__}: {error}"
         if isinstance(error, KeyboardInterrupt):
             text, trace = "interrupted (Ctrl-C)", ""
+        elif isinstance(error, ConfigError):  # written for people: the place in the code adds nothing
+            self.abort(str(error))
         elif connection_lost(error):
             text += self._silent_peers()
         who = self.topology.describe(self.rank)
@@ -177,7 +180,8 @@ class Control:
     def _die(self, first: str, own: str = "") -> NoReturn:
         """Print the first cause, once, and leave."""
         with self._dying:
-            logger.critical("the job ends: %s", first.strip())
+            if own or self.topology.speaks(self.rank):  # eight ranks need not all say the same
+                logger.critical("the job ends: %s", first.strip())
             if not first.startswith(own):
                 logger.critical("at the same time here: %s", own)
             flush = threading.Thread(target=lambda: [f() for f in self._before_exit], daemon=True)
@@ -231,6 +235,12 @@ class Control:
     def wait_for(self, key: str, what: str) -> str:
         """Wait until a value is published, as long as all ranks beat; `what` is for people."""
         self._wait_until(lambda: self._store.check([f"said/{key}"]), what)
+        return self._store.get(f"said/{key}").decode()[1:]
+
+    def said(self, key: str) -> str | None:
+        """Return the value last published under a key, or None."""
+        if not self._store.check([f"said/{key}"]):
+            return None
         return self._store.get(f"said/{key}").decode()[1:]
 
     def _wait_until(self, ready: Callable[[], bool], what: str) -> None:

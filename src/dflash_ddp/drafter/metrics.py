@@ -22,6 +22,14 @@ def empty_sums(block_size: int, device: torch.device) -> Tensor:
     return torch.zeros(NUM_SCALARS + 2 * (block_size - 1), dtype=torch.float64, device=device)
 
 
+def right_slots(loss: LossSum, inputs: Inputs) -> Tensor:
+    """fp64 [N, B-1]: 1 where a supervised slot's argmax is its label, else 0."""
+    rows = inputs.rows
+    right_P = (loss.correct_P & (rows.weights_P > 0)).to(torch.float64)
+    right_M = torch.zeros(inputs.supervised_NB.numel(), dtype=torch.float64, device=right_P.device)
+    return right_M.index_add_(0, rows.slots_P, right_P).view_as(inputs.supervised_NB)
+
+
 @torch.no_grad()
 def microbatch_sums(loss: LossSum, inputs: Inputs, *, weight_sum: float, num_tokens: int) -> Tensor:
     """The vector of one microbatch, without waiting for the device.
@@ -29,10 +37,7 @@ def microbatch_sums(loss: LossSum, inputs: Inputs, *, weight_sum: float, num_tok
     Accept length counts blocks whose B-1 slots are all supervised: the leading run of right
     slots, and the token that the target adds.
     """
-    rows, supervised_NB = inputs.rows, inputs.supervised_NB
-    right_P = (loss.correct_P & (rows.weights_P > 0)).to(torch.float64)
-    right_M = torch.zeros(supervised_NB.numel(), dtype=torch.float64, device=right_P.device)
-    right_NB = right_M.index_add_(0, rows.slots_P, right_P).view_as(supervised_NB)
+    supervised_NB, right_NB = inputs.supervised_NB, right_slots(loss, inputs)
     full_N = supervised_NB.all(dim=1).to(torch.float64)
     accepted_N = (1 + right_NB.cumprod(dim=1).sum(dim=1)) * full_N
     scalars = torch.stack(

@@ -1,0 +1,93 @@
+"""Where a run's numbers go: `metrics.jsonl` always, wandb if asked, one console line for people. One rank writes.
+
+Keys of a row: step, tokens, train/loss, train/accuracy, train/accept_length, optim/lr, optim/grad_norm,
+speed/tokens_per_s, speed/step_s, wait/target, wait/drafter (mean seconds a step that a rank of the role waited), and
+where held-out text was evaluated heldout/accept_length, its standard error and number of documents.
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from dflash_ddp.config import Config, Wandb, resolved
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def drop_rows_after(file: Path, step: int) -> None:
+    """Before a resume: forget rows of steps that will be made again, and a half-written line."""
+    if not file.is_file():
+        return
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.endswith("}") and json.loads(line)["step"] <= step:
+            kept.append(line + "\n")
+    file.write_text("".join(kept), encoding="utf-8")
+
+
+class RunLog:
+    """The files and the wandb run of one training run."""
+
+    def __init__(self, folder: Path, config: Config, *, first_step: int) -> None:
+        """Open `metrics.jsonl` at the step to go on from, and wandb."""
+        drop_rows_after(folder / METRICS_FILE, first_step)
+        self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
+        self._steps = config.steps
+        self._wandb = start_wandb(folder, config)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """One row; absent values are left out. Flushed, so that a killed run keeps it."""
+        row = {key: value for key, value in row.items() if value is not None}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._wandb is not None:
+            self._wandb.log(row, step=row["step"])
+        logger.info("%s", console_line(row, self._steps))
+
+    def close(self, exit_code: int = 0) -> None:
+        """Finish wandb; rows are on disk already."""
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=exit_code)
+
+
+def start_wandb(folder: Path, config: Config) -> Any:
+    """The wandb run, or None if disabled or if it cannot start: training goes on without."""
+    if config.logging.wandb is Wandb.disabled:
+        return None
+    import wandb
+
+    try:
+        return wandb.init(
+            project=config.logging.project,
+            name=config.name,
+            id=config.name.replace("/", "-"),
+            dir=str(folder),
+            mode=config.logging.wandb.value,
+            config=resolved(config),
+            resume="allow" if config.logging.wandb is Wandb.online else None,
+            settings=wandb.Settings(console="off", silent=True),
+        )
+    except (wandb.errors.Error, OSError) as error:
+        logger.warning("wandb does not start, metrics.jsonl has all rows: %s", error)
+        return None
+
+
+def console_line(row: dict[str, Any], steps: int | None) -> str:
+    """The row for people."""
+    parts = [f"step {row['step']}/{steps}"]
+    for key, text in (
+        ("train/loss", "loss {:.4f}"),
+        ("train/accuracy", "accuracy {:.3f}"),
+        ("train/accept_length", "accept {:.2f}"),
+        ("heldout/accept_length", "held-out accept {:.3f}"),
+        ("speed/tokens_per_s", "{:,.0f} tokens/s"),
+        ("wait/target", "targets wait {:.2f} s"),
+        ("wait/drafter", "drafters wait {:.2f} s"),
+    ):
+        if key in row:
+            parts.append(text.format(row[key]))
+    return "  ".join(parts)

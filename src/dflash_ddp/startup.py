@@ -1,0 +1,399 @@
+"""From settings to everything that both roles of a run share: target, data, schedule, place to resume.
+
+Rank 0 checks what can be checked without a GPU (`Preflight`) and tells the others; the first rank of each node
+prepares the data while the others wait. Then every rank builds the same `Run`.
+"""
+
+import json
+import logging
+import os
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+from dflash_ddp.batch import PackedBatch
+from dflash_ddp.checkpoint import (
+    complete_checkpoints,
+    differences,
+    read_state,
+    remove_leftovers,
+)
+from dflash_ddp.config import Config, ConfigError, Device, Dtype, resolved
+from dflash_ddp.control import Control
+from dflash_ddp.data.packing import Packing, packed_batch
+from dflash_ddp.data.rendering import RenderSettings
+from dflash_ddp.data.report import format_report
+from dflash_ddp.data.store import DocumentStore, prepare
+from dflash_ddp.drafter.model import DrafterShape
+from dflash_ddp.export import drafter_shape
+from dflash_ddp.schedule import Kind, Schedule, StreamItem, evaluation_steps
+from dflash_ddp.target.tables import (
+    TargetSpec,
+    check_capture_layers,
+    choose_mask_token,
+    default_capture_layers,
+    read_spec,
+)
+from dflash_ddp.world import Launch
+
+logger = logging.getLogger(__name__)
+
+MAX_WORKERS = 16
+
+
+def device_type(device: Device) -> str:
+    """`cuda` or `cpu`; auto takes GPUs if there are any."""
+    if device is Device.auto:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device.value
+
+
+def torch_dtype(dtype: Dtype, device: str) -> torch.dtype:
+    """The compute dtype on a device."""
+    if dtype is Dtype.auto:
+        return torch.bfloat16 if device == "cuda" else torch.float32
+    return getattr(torch, dtype.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What rank 0 found out; published to all ranks as JSON.
+
+    Attributes:
+        capture_layers: layers read, ascending.
+        mask_token_id: row that fills the blocks.
+        checkpoint: folder to go on from, or None.
+        first_step: optimizer steps that are complete.
+        tokens: tokens trained on so far.
+    """
+
+    capture_layers: list[int]
+    mask_token_id: int
+    checkpoint: str | None
+    first_step: int
+    tokens: int
+
+
+def load_tokenizer(config: Config) -> PreTrainedTokenizerFast:
+    """The target's tokenizer with its chat template.
+
+    Raises:
+        ConfigError: there is none, or it has no template.
+    """
+    target = config.target
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            target.path, revision=target.revision, trust_remote_code=target.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"target.path={target.path}: no tokenizer: {error}") from None
+    if not tokenizer.chat_template:
+        raise ConfigError(f"target.path={target.path}: the tokenizer has no chat template")
+    return tokenizer
+
+
+def preflight(config: Config) -> Preflight:
+    """Check target, drafter and output folder against each other, without loading weights.
+
+    Raises:
+        ConfigError: what does not fit, with key, value and rule.
+    """
+    if device_type(config.device) == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but torch sees no GPU; use device=cpu")
+    try:
+        spec = read_spec(
+            config.target.path, config.target.revision, config.target.trust_remote_code
+        )
+        layers = config.target.capture_layers or default_capture_layers(
+            spec.num_layers, config.drafter.num_layers
+        )
+        check_capture_layers(layers, spec.num_layers)
+        mask_token_id = choose_mask_token(
+            spec, load_tokenizer(config), config.drafter.mask_token_id
+        )
+        drafter_shape(
+            config.drafter, spec, num_capture_layers=len(layers), mask_token_id=mask_token_id
+        )
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    folder = Path(config.output_dir)
+    checkpoint = _find_checkpoint(config, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_records(config, folder)
+    if checkpoint is None:
+        return Preflight(layers, mask_token_id, None, 0, 0)
+    state = read_state(checkpoint)
+    logger.info("going on from %s", checkpoint)
+    return Preflight(layers, mask_token_id, str(checkpoint), state.step, state.tokens)
+
+
+def _find_checkpoint(config: Config, folder: Path) -> Path | None:
+    """Where to go on from, per `resume`; a run that is not continued is moved aside, never mixed."""
+    checkpoints = folder / "checkpoints"
+    if config.resume == "none":
+        if (folder / "config.yaml").exists():
+            numbers = (n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.{n}").exists())
+            aside = folder.with_name(f"{folder.name}.{next(numbers)}")
+            shutil.move(folder, aside)
+            logger.info("resume=none: the earlier run is now in %s", aside)
+        return None
+    if config.resume == "auto":
+        if checkpoints.is_dir():
+            remove_leftovers(checkpoints)
+        found = complete_checkpoints(checkpoints)
+        return found[-1] if found else None
+    return Path(config.resume)
+
+
+def _write_records(config: Config, folder: Path) -> None:
+    """config.yaml, every setting as resolved, and env.json: with what this ran."""
+    text = yaml.safe_dump(resolved(config), sort_keys=False)
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    environment = {"argv": sys.argv, "python": sys.version, "torch": torch.__version__, "gpu": gpu}
+    (folder / "env.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as every rank sees it.
+
+    Attributes:
+        config: the settings, with `steps` resolved.
+        device: `cuda` or `cpu`.
+        spec: the target's sizes.
+        found: rank 0's preflight.
+        text: tokenised training documents.
+        heldout: tokenised held-out documents, or None.
+    """
+
+    config: Config
+    device: str
+    spec: TargetSpec
+    found: Preflight
+    text: DocumentStore
+    heldout: DocumentStore | None
+
+    @property
+    def folder(self) -> Path:
+        """Everything the run writes."""
+        return Path(self.config.output_dir)
+
+    @cached_property
+    def shape(self) -> DrafterShape:
+        """The drafter's."""
+        return drafter_shape(
+            self.config.drafter,
+            self.spec,
+            num_capture_layers=len(self.found.capture_layers),
+            mask_token_id=self.found.mask_token_id,
+        )
+
+    @property
+    def feature_dtype(self) -> torch.dtype:
+        """Dtype of context features."""
+        return torch_dtype(self.config.target.dtype, self.device)
+
+    @property
+    def drafter_dtype(self) -> torch.dtype:
+        """The drafter's compute dtype."""
+        return torch_dtype(self.config.drafter.dtype, self.device)
+
+    @property
+    def feature_width(self) -> int:
+        """C = K * H."""
+        return len(self.found.capture_layers) * self.spec.hidden_size
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a full slot: S * C features."""
+        return self.config.tokens_per_batch * self.feature_width * self.feature_dtype.itemsize
+
+    @cached_property
+    def packing(self) -> Packing:
+        """Training batches."""
+        config = self.config
+        return Packing(
+            self.text.lengths,
+            tokens_per_batch=config.tokens_per_batch,
+            batches_per_step=config.batches_per_step,
+            seed=config.seed,
+        )
+
+    @cached_property
+    def heldout_packing(self) -> Packing | None:
+        """Held-out batches: the first documents, in order."""
+        if self.heldout is None:
+            return None
+        lengths = self.heldout.lengths[: self.config.eval.max_documents]
+        budget = self.config.tokens_per_batch
+        return Packing(lengths, tokens_per_batch=budget, batches_per_step=1, seed=0, shuffle=False)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The stream."""
+        config, heldout = self.config, self.heldout_packing
+        assert config.steps is not None
+        return Schedule(
+            steps=config.steps,
+            batches_per_step=config.batches_per_step,
+            num_drafters=config.split.drafters,
+            num_heldout=heldout.num_batches_per_epoch(0) if heldout else 0,
+            eval_steps=evaluation_steps(
+                config.steps, every=config.eval.every, at_start=config.eval.at_start
+            ),
+            first_step=self.found.first_step,
+        )
+
+    def load(self, item: StreamItem) -> PackedBatch:
+        """The packed batch of a stream item."""
+        if item.kind is Kind.TRAIN:
+            return packed_batch(self.text, self.packing.documents(item.batch), item.batch)
+        assert self.heldout is not None
+        assert self.heldout_packing is not None
+        documents = self.heldout_packing.documents(item.batch)
+        return packed_batch(self.heldout, documents, item.batch)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must not change between a checkpoint and its continuation."""
+        config = self.config
+        shape = {f"drafter.{key}": value for key, value in asdict(self.shape).items()}
+        shape["drafter.layer_types"] = list(self.shape.layer_types)
+        return shape | {
+            "seed": config.seed,
+            "steps": config.steps,
+            "tokens_per_batch": config.tokens_per_batch,
+            "batches_per_step": config.batches_per_step,
+            "split.drafters": config.split.drafters,
+            "drafter.num_anchors": config.drafter.num_anchors,
+            "loss.position_gamma": config.loss.position_gamma,
+            "target.path": config.target.path,
+            "target.capture_layers": self.found.capture_layers,
+            "data": self.text.fingerprint,
+        }
+
+
+def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
+    """Check, prepare the data, and assemble; all ranks return the same.
+
+    Raises:
+        ConfigError: on the rank that found the problem; the others are told through `control`.
+    """
+    control.phase("preflight")
+    if launch.rank == 0:
+        control.publish("preflight", json.dumps(asdict(preflight(config))))
+    found = Preflight(**json.loads(control.wait_for("preflight", "rank 0 to check the settings")))
+    control.phase("data")
+    key = f"data/{launch.rank // launch.local_world_size}"
+    if launch.local_rank == 0:
+        control.publish(key, json.dumps(_prepare_data(config, speaks=launch.rank == 0)))
+    paths = json.loads(control.wait_for(key, "the first rank of this node to prepare the data"))
+    spec = read_spec(config.target.path, config.target.revision, config.target.trust_remote_code)
+    text = DocumentStore(paths["text"])
+    heldout = DocumentStore(paths["heldout"]) if paths["heldout"] else None
+    device = device_type(config.device)
+    run = Run(config, device, spec, found, text, heldout)
+    _resolve_steps(run)
+    if launch.rank == 0:
+        _check_run(run)
+    return run
+
+
+def _resolve_steps(run: Run) -> None:
+    """`epochs` to steps; the last step is filled from the next pass, so no batch is dropped."""
+    if run.config.steps is None:
+        batches = sum(run.packing.num_batches_per_epoch(e) for e in range(run.config.epochs))
+        run.config.steps = -(-batches // run.config.batches_per_step)
+
+
+def _check_run(run: Run) -> None:
+    for store in filter(None, (run.text, run.heldout)):
+        try:
+            store.check_ids(run.spec.table_rows, run.found.mask_token_id)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    steps = run.config.steps
+    assert steps is not None
+    if run.found.checkpoint is not None:
+        changed = differences(
+            read_state(Path(run.found.checkpoint)).fingerprint, run.fingerprint()
+        )
+        if changed:
+            raise ConfigError(
+                f"{run.found.checkpoint} was made by another run; take another name, or "
+                "resume=none to start anew:\n  " + "\n  ".join(changed)
+            )
+    batches = run.packing.num_batches_per_epoch(0)
+    logger.info(
+        "%d documents, %s tokens in %d packed batches; %d steps of %d batches, %.2f epochs",
+        run.text.num_documents,
+        f"{run.text.num_tokens:,}",
+        batches,
+        steps,
+        run.config.batches_per_step,
+        steps * run.config.batches_per_step / batches,
+    )
+
+
+def _prepare_data(config: Config, *, speaks: bool) -> dict[str, str | None]:
+    """Tokenise training and held-out text; where they lie."""
+    tokenizer = load_tokenizer(config)
+    data = config.data
+    settings = RenderSettings(
+        enable_thinking=data.enable_thinking,
+        eos_ids=frozenset(_eos_ids(config, tokenizer)),
+        max_length=data.max_length,
+    )
+    workers = data.num_workers
+    if workers is None:
+        workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+    found: dict[str, str | None] = {"text": None, "heldout": None}
+    for name, path, split in (
+        ("text", data.path, data.split),
+        ("heldout", data.heldout, data.heldout_split),
+    ):
+        if path is None:
+            continue
+        try:
+            store = prepare(
+                path,
+                tokenizer,
+                settings=settings,
+                cache_dir=data.cache_dir,
+                split=split,
+                revision=data.revision,
+                num_workers=workers,
+                max_bad_share=data.max_bad_share,
+            )
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"data ({name}): {error}") from error
+        found[name] = str(store.path)
+        if speaks:
+            logger.info("%s", format_report(store.report))
+            report = json.dumps(store.report, indent=2) + "\n"
+            file = Path(config.output_dir) / f"data_report_{name}.json"
+            file.write_text(report, encoding="utf-8")
+    return found
+
+
+def _eos_ids(config: Config, tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    """Every token that ends generation: the tokenizer's, and those of generation_config.json."""
+    ids = {tokenizer.eos_token_id}
+    try:
+        generation = GenerationConfig.from_pretrained(
+            config.target.path, revision=config.target.revision
+        )
+    except OSError:  # many targets have no such file; the tokenizer's token remains
+        return ids - {None}
+    named = generation.eos_token_id
+    ids |= set(named) if isinstance(named, list) else {named}
+    return ids - {None}

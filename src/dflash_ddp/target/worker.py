@@ -1,0 +1,91 @@
+"""A target rank's program: claim an item, compute its context features into a slot, send them."""
+
+import logging
+import time
+
+import torch
+from torch import Tensor
+
+from dflash_ddp.batch import PackedBatch
+from dflash_ddp.channel import FeatureSender, Routing
+from dflash_ddp.compiling import require_compiler, require_main_thread
+from dflash_ddp.control import Control
+from dflash_ddp.startup import Run
+from dflash_ddp.target.capture import Target, check_features
+from dflash_ddp.target.compiled import compile_layers
+from dflash_ddp.target.model import load_target
+from dflash_ddp.world import World
+
+logger = logging.getLogger(__name__)
+
+NUM_SLOTS = 2  # one is filled while the other is sent
+
+
+class FeatureSource:
+    """The frozen target as a function: packed batch -> context features, checked on the first."""
+
+    def __init__(self, run: Run, device: torch.device) -> None:
+        """Load the target; compile its layers on GPUs unless switched off."""
+        config, start = run.config.target, time.monotonic()
+        model = load_target(
+            config.path,
+            config.revision,
+            capture_layers=run.found.capture_layers,
+            dtype=run.feature_dtype,
+            device=device,
+            attention=config.attention,
+            trust_remote_code=config.trust_remote_code,
+        )
+        if device.type == "cuda" if config.compile is None else config.compile:
+            require_compiler()
+            compile_layers(model)
+        self._target = Target(
+            model, run.found.capture_layers, max_row_tokens=config.row_tokens
+        )
+        self._checked = False
+        logger.info("target %s is loaded, %.0f s", config.path, time.monotonic() - start)
+
+    def features(self, batch: PackedBatch, out_SC: Tensor) -> None:
+        """Write the features of `batch` into the first n rows of `out_SC` [S, C].
+
+        Raises:
+            ValueError: the first batch's features do not equal a plain forward's.
+        """
+        require_main_thread("the target")
+        self._target.features(batch, out_SC)
+        if not self._checked:
+            check_features(self._target, batch, out_SC)
+            self._checked = True
+
+
+def slot_features(slot: Tensor, run: Run) -> Tensor:
+    """A slot's bytes as context features [S, C]."""
+    return slot.view(run.feature_dtype).view(run.config.tokens_per_batch, run.feature_width)
+
+
+def stream_features(run: Run, world: World, control: Control, routing: Routing) -> None:
+    """Compute and send items until the stream ends."""
+    control.phase("load target")
+    source = FeatureSource(run, world.device)
+    sender = FeatureSender(
+        world,
+        control,
+        routing,
+        num_slots=NUM_SLOTS,
+        slot_bytes=run.slot_bytes,
+        dtype=str(run.feature_dtype),
+    )
+    while (claim := sender.acquire()) is not None:
+        control.phase(f"forward item {claim.item}")
+        batch = run.load(run.schedule.item(claim.item))
+        features_SC = slot_features(claim.slot, run)
+        source.features(batch, features_SC)
+        sender.send(
+            claim,
+            num_bytes=batch.num_tokens * run.feature_width * run.feature_dtype.itemsize,
+            num_tokens=batch.num_tokens,
+            digest=batch.digest(),
+        )
+        control.publish(f"wait/{world.rank}", f"{sender.wait_slot_s:.3f}")
+        control.phase("wait for a free slot")
+    sender.drain()

@@ -1,0 +1,168 @@
+"""Train a DFlash drafter.
+
+    torchrun --nproc_per_node 8 -m dflash_ddp.train [key=value ...]     one run; each process takes a role
+    python -m dflash_ddp.train [key=value ...]                          starts torchrun with as many as the split asks for
+    python -m dflash_ddp.train --multirun optim.lr=3e-4,6e-4            a sweep: a fresh torchrun for each job
+
+A run is two programs: target ranks stream context features, drafter ranks learn from them.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from dflash_ddp.config import Config, ConfigError, parse
+
+CONF_DIR = Path(__file__).resolve().parent / "conf"
+USER_ERROR = 2  # exit code when settings cannot work
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="train")
+def main(tree: DictConfig) -> None:
+    """Compose, check, and become a rank or start the ranks."""
+    rank = os.environ.get("RANK")
+    try:
+        config = parse(tree)
+    except ConfigError as error:
+        refuse(error, speaks=rank in (None, "0"))
+    if rank is None:
+        relaunch(config)
+    elif HydraConfig.get().mode is RunMode.MULTIRUN:
+        refuse(
+            ConfigError("--multirun under torchrun would mix jobs; use python -m dflash_ddp.train"),
+            speaks=rank == "0",
+        )
+    else:
+        run_rank(config)
+
+
+def refuse(error: ConfigError, *, speaks: bool) -> None:
+    """Print each problem on a line of its own and end."""
+    if speaks:
+        for line in str(error).splitlines():
+            sys.stderr.write(f"dflash_ddp: {line}\n")
+    raise SystemExit(USER_ERROR)
+
+
+def relaunch(config: Config) -> None:
+    """Start torchrun with the processes that the split asks for, and wait.
+
+    Raises:
+        SystemExit: torchrun's exit code, if it is not 0.
+    """
+    hydra_config = HydraConfig.get()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", str(config.world_size), "-m", "dflash_ddp.train"]
+    command += list(hydra_config.overrides.task)
+    command += ["hydra.mode=RUN", f"hydra.run.dir='{hydra_config.runtime.output_dir}'"]
+    if hydra_config.mode is RunMode.MULTIRUN:  # each job of a sweep has a directory of its own
+        command.append(f"output_dir='{hydra_config.runtime.output_dir}'")
+    code = subprocess.run(command, check=False).returncode
+    if code:
+        raise SystemExit(code)
+
+
+def run_rank(config: Config) -> None:
+    """Be one rank of the run."""
+    from dflash_ddp.log import exit_on_error, setup_logging
+    from dflash_ddp.world import plan_topology, read_launch
+
+    launch = read_launch()
+    try:
+        topology = plan_topology(
+            num_targets=config.split.targets,
+            num_drafters=config.split.drafters,
+            colocated=config.split.colocated,
+            world_size=launch.world_size,
+            local_world_size=launch.local_world_size,
+        )
+    except ValueError as error:
+        refuse(ConfigError(str(error)), speaks=launch.rank == 0)
+    setup_logging(
+        rank=launch.rank, role=topology.role(launch.rank), verbose=topology.speaks(launch.rank)
+    )
+    with exit_on_error() as handler:
+        from dflash_ddp.control import Control
+        from dflash_ddp.startup import device_type, prepare_run
+        from dflash_ddp.world import JobStore, close_world, init_world
+
+        store = JobStore(launch)
+        control = Control(
+            store, launch, topology, heartbeat_timeout_s=config.heartbeat_timeout_s
+        )
+        handler.publish = control.fail
+        run = prepare_run(config, launch, control)
+        control.phase("connect")
+        world = init_world(
+            topology,
+            launch,
+            store,
+            device_type=device_type(config.device),
+            share_gpu=config.split.share_gpu,
+            lane_ctas=config.split.lane_ctas,
+        )
+        summary = play_roles(run, world, control)
+        control.done()
+        control.wait_all_done()
+        if world.rank == topology.drafter_ranks[0]:
+            sys.stdout.write(f"{config.name}: {summary}\n")
+            sys.stdout.flush()
+        close_world(world)
+        control.close()
+
+
+def play_roles(run, world, control):  # noqa: ANN001, ANN201
+    """The programs of this rank; a drafter's summary as text."""
+    from dflash_ddp.channel import FeatureReceiver, Routing
+
+    schedule, topology = run.schedule, world.topology
+    routing = Routing(
+        first_item=0,
+        num_items=schedule.num_items,
+        route=schedule.route,
+        item_of=lambda d, s: schedule.item_of(d, s) if s < schedule.num_items_of(d) else None,
+    )
+    if topology.role(world.rank) == "target":
+        from dflash_ddp.target.worker import stream_features
+
+        stream_features(run, world, control, routing)
+        return None
+    from dflash_ddp.drafter.worker import DrafterWorker
+
+    if topology.colocated:
+        from dflash_ddp.colocated import LocalFeatures
+
+        features = LocalFeatures(run, world.device, topology.drafter_ranks.index(world.rank))
+    else:
+        features = FeatureReceiver(
+            world,
+            control,
+            routing,
+            num_slots=run.config.split.depth + 1,
+            slot_bytes=run.slot_bytes,
+            dtype=str(run.feature_dtype),
+        )
+    worker = DrafterWorker(run, world, control, features)
+    summary = worker.train()
+    if worker.log is not None:
+        worker.log.close()
+    return summary_text(summary)
+
+
+def summary_text(summary) -> str:  # noqa: ANN001
+    """`key=value` pairs in one line."""
+    pairs = summary._asdict()
+    shown = {
+        key: f"{value:.4f}" if isinstance(value, float) else value for key, value in pairs.items()
+    }
+    return " ".join(f"{key}={value}" for key, value in shown.items())
+
+
+if __name__ == "__main__":
+    main()
