@@ -137,7 +137,14 @@ def main(arguments: list[str]) -> None:
                 lenient=options.quick,
             )
     with stage("measure", seconds):
-        losses = measure(model, tokenizer, files, found, rows=options.out / "heldout.jsonl")
+        losses = measure(
+            model,
+            tokenizer,
+            files,
+            found,
+            rows=options.out / "heldout.jsonl",
+            num_documents=20 if options.quick else 300,
+        )
     report = {
         "training_tokens": tokens, "seconds": seconds, "rows": counts, "losses": losses,
         "parameters": sum(p.numel() for p in model.parameters()),

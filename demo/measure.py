@@ -21,7 +21,6 @@ from stdlib_text import Definition, SourceFile
 from training_text import file_pieces, messages_of
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-MAX_DOCUMENTS = 300
 Span = tuple[list[int], int]
 
 
@@ -54,8 +53,13 @@ def measure(
     found: Sequence[Definition],
     *,
     rows: Path,
+    num_documents: int,
 ) -> dict[str, dict[str, float]]:
-    """Losses of the three kinds of held-out text; a sample of at most MAX_DOCUMENTS each."""
+    """Losses of the three kinds of held-out text.
+
+    Each is an even sample of at least `num_documents` documents and fewer than twice as many, or
+    all there are.
+    """
     pieces = file_pieces([file for file in files if file.heldout], tokenizer)
     source = [(piece.tolist(), 1) for piece in pieces]
     references = [
@@ -72,7 +76,7 @@ def measure(
     ]
     kinds = {"source": source, "reference answers": references, "own answers": own}
     return {
-        kind: losses(model, spans[:: max(1, len(spans) // MAX_DOCUMENTS)])
+        kind: losses(model, spans[:: max(1, len(spans) // num_documents)])
         for kind, spans in kinds.items()
         if spans
     }

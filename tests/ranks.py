@@ -1,8 +1,9 @@
-"""Runs a function in several processes that look like the ranks of a torchrun job, under a watchdog.
+"""Runs a function in several processes that look like the ranks of a torchrun job.
 
-In: a module-level function `function(rank, *args)`. Each process has torchrun's variables and finds a TCPStore on a
-free port, held by the test process (as torchrun's agent holds it) or by rank 0. Out: one `Outcome` a rank. Nothing
-outlives `run_ranks`: after `limit_s` every process prints where its threads are and is killed.
+In: a module-level function `function(rank, *args)`. Each process has torchrun's variables and finds
+a TCPStore on a free port, held by the test process (as torchrun's agent does) or by rank 0. Out:
+one `Outcome` a rank. A watchdog sees to it that nothing outlives `run_ranks`: after `limit_s` every
+process prints where its threads are and is killed.
 
 Processes come from a fork server that has imported torch once, so a rank starts in some 50 ms.
 """
@@ -112,7 +113,7 @@ def _child(function: Callable, rank: int, args: tuple, env: dict, folder: str) -
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
     try:
         result = (function(rank, *args), "")
-    except BaseException:
+    except BaseException:  # noqa: BLE001 (reported to the test)
         result = (None, traceback.format_exc())
     Path(f"{folder}/{rank}.pkl").write_bytes(pickle.dumps(result))
     # Not sys.exit: threads of a rank that failed may hang, and so would the end of the interpreter.

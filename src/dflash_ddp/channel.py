@@ -8,7 +8,7 @@ order of its sequence, whichever target computed them.
     main    acquire: free slot, then ticket
             forward fills the slot, send
     sender  wait until the slot is complete
-            wait for credit  <-----------------  fetch  credit, when the GPU has read a released slot
+            wait for credit  <-----------------  fetch  credit: the GPU has read a released slot
             write the header  ---------------->  fetch  read the header, check it
             isend  ===========================>  fetch  irecv into slot (sequence % num_slots)
             complete: the slot is free           main   receive in order of sequence, release
@@ -26,13 +26,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
-from dflash_ddp.control import POLL_S, REPORT_EVERY_S, Control, Header, connection_lost
+from dflash_ddp.control import POLL_S, REPORT_EVERY_S, Control, Header
+from dflash_ddp.lanes import Mover, Transfer, allocate_slots, record_event
 from dflash_ddp.log import exit_on_error
 from dflash_ddp.world import World
 
@@ -40,10 +39,6 @@ logger = logging.getLogger(__name__)
 
 _GPU_POLL_S = 0.0005
 _DRAINED_POLL_S = 0.1
-
-
-class LaneError(RuntimeError):
-    """A transfer failed; the text names the peer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,83 +81,6 @@ class Received:
     header: Header
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Transfer:
-    """A send or receive that was posted."""
-
-    lane: tuple[int, int]
-    work: dist.Work
-    received: Received | None = None
-
-
-class _Mover:
-    """Moves buffers over lanes, for one thread. Hides how NCCL and gloo differ.
-
-    NCCL: on a side stream, so that nothing waits for compute; completion is polled. Gloo: `wait`,
-    in the thread that posted, never with a time limit (one that expires closes the lane), and no
-    polling (`is_completed` never turns true).
-    """
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._side_stream: AbstractContextManager = nullcontext()
-        if world.device.type == "cuda":
-            torch.cuda.set_device(world.device)  # new threads start on device 0
-            self._side_stream = torch.cuda.stream(torch.cuda.Stream(world.device, priority=-1))
-
-    def post(self, buffer: torch.Tensor, lane: tuple[int, int]) -> dist.Work:
-        """Start to send (on the target rank) or receive (on the drafter rank) the whole buffer."""
-        target, drafter = lane
-        group = self._world.lanes[lane]
-        try:
-            with self._side_stream:
-                # Who meets: the two ranks of the lane. The target has written a header and sends;
-                # the drafter has read it and receives. If the peer dies, gloo raises at once; on
-                # NCCL the heartbeats end the job, or lane_s does.
-                if self._world.rank == target:
-                    work = dist.isend(buffer, drafter, group=group)
-                else:
-                    work = dist.irecv(buffer, target, group=group)
-        except RuntimeError as error:
-            raise self._broken(lane, error) from error
-        assert work is not None
-        return work
-
-    def finished(self, transfer: _Transfer) -> bool:
-        """Tell whether all bytes have been sent or received, as seen from the host."""
-        try:
-            if self._world.device.type == "cuda" and not transfer.work.is_completed():
-                return False
-            with self._side_stream:
-                transfer.work.wait()  # on NCCL it is completed: this only raises what went wrong
-        except RuntimeError as error:
-            raise self._broken(transfer.lane, error) from error
-        return True
-
-    def _broken(self, lane: tuple[int, int], error: RuntimeError) -> LaneError:
-        peer = lane[0] if self._world.rank == lane[1] else lane[1]
-        what = "peer gone" if connection_lost(error) else str(error).partition("\n")[0]
-        return LaneError(f"lane to {self._world.topology.describe(peer)} broke: {what}")
-
-
-def _allocate_slots(world: World, num_slots: int, slot_bytes: int) -> list[torch.Tensor]:
-    """Allocate buffers that live for the whole run, so that no transfer outlives its memory."""
-    slots = [torch.zeros(slot_bytes, dtype=torch.uint8, device=world.device)]
-    slots += [torch.zeros_like(slots[0]) for _ in range(num_slots - 1)]
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
-    return slots
-
-
-def _record_event(world: World) -> torch.cuda.Event | None:
-    """Mark this point of the current CUDA stream; on the CPU, work is over when a call returns."""
-    if world.device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
-
-
 class FeatureSender:
     """A target rank's end of the channel: claims items and sends their features."""
 
@@ -192,7 +110,7 @@ class FeatureSender:
         """Seconds that complete batches have waited for room at their drafter."""
         self._world, self._control, self._routing, self._dtype = world, control, routing, dtype
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for slot in _allocate_slots(world, num_slots, slot_bytes):
+        for slot in allocate_slots(world, num_slots, slot_bytes):
             self._free.put(slot)
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="send", daemon=True)
@@ -238,7 +156,7 @@ class FeatureSender:
             dtype=self._dtype,
             digest=digest,
         )
-        self._outbox.put((claim, header, _record_event(self._world)))
+        self._outbox.put((claim, header, record_event(self._world)))
 
     def drain(self) -> None:
         """Wait until all that was queued is sent or dropped by a stop; no send may follow."""
@@ -248,7 +166,7 @@ class FeatureSender:
     def _run(self) -> None:
         """Send what is queued, one at a time and in order, until drained."""
         with exit_on_error(self._control.fail):
-            mover = _Mover(self._world)
+            mover = Mover(self._world)
             while (entry := self._outbox.get()) is not None:
                 claim, header, event = entry
                 while event is not None and not event.query():
@@ -257,7 +175,7 @@ class FeatureSender:
                 self._free.put(claim.slot)
             self._control.drained()
 
-    def _send_one(self, mover: _Mover, claim: Claim, header: Header) -> None:
+    def _send_one(self, mover: Mover, claim: Claim, header: Header) -> None:
         """The payload is complete; wait for credit, write the header, transfer."""
         complete_at = time.monotonic()
         drafter, sequence = self._routing.route(claim.item)
@@ -270,7 +188,7 @@ class FeatureSender:
         compute_s = complete_at - claim.claimed_at
         self._control.announce(drafter, replace(header, compute_s=compute_s, credit_s=credit_s))
         lane = (self._world.rank, self._world.topology.drafter_ranks[drafter])
-        transfer = _Transfer(lane, mover.post(claim.slot[: header.num_bytes], lane))
+        transfer = mover.post(claim.slot[: header.num_bytes], lane)
         while not mover.finished(transfer):
             time.sleep(_GPU_POLL_S)
 
@@ -302,7 +220,7 @@ class FeatureReceiver:
         """Seconds that `receive` has waited: the health of the split."""
         self.drafter = world.topology.drafter_ranks.index(world.rank)
         self._world, self._control, self._routing, self._dtype = world, control, routing, dtype
-        self._slots = _allocate_slots(world, num_slots, slot_bytes)
+        self._slots = allocate_slots(world, num_slots, slot_bytes)
         self._num_targets = len(world.topology.target_ranks)
         self._changed = threading.Condition()
         self._ready: dict[int, Received] = {}
@@ -362,7 +280,7 @@ class FeatureReceiver:
                 f"is {self._num_released}: release in the order received"
             )
         self._num_released += 1
-        self._released.append(_record_event(self._world))
+        self._released.append(record_event(self._world))
 
     def close(self) -> None:
         """Wait until all targets have drained; batches that a stop left over are let go.
@@ -380,10 +298,10 @@ class FeatureReceiver:
     def _run(self) -> None:
         """Give credit, post announced receives, hand over complete ones, until all is drained."""
         with exit_on_error(self._control.fail):
-            mover = _Mover(self._world)
+            mover = Mover(self._world)
             num_headers, drained, next_look = 0, False, 0.0
-            flying: list[_Transfer] = []
-            while not self._ended:
+            flying: list[tuple[Received, Transfer]] = []
+            while True:
                 if not drained and time.monotonic() >= next_look:
                     # Before the look for a header: a target announces first and drains then.
                     drained = self._control.num_drained() == self._num_targets
@@ -393,11 +311,14 @@ class FeatureReceiver:
                 if header is not None:
                     num_headers += 1
                     flying.append(self._post(mover, header))
-                landed = [transfer for transfer in flying if mover.finished(transfer)]
-                flying = [transfer for transfer in flying if transfer not in landed]
-                self._hand_over(landed, ended=drained and header is None and not flying)
-                if not (granted or header or landed):
+                num_before, flying = len(flying), self._hand_over(mover, flying)
+                if drained and header is None and not flying:
+                    break
+                if not (granted or header or len(flying) < num_before):
                     time.sleep(POLL_S)
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
 
     def _grant(self) -> bool:
         """Give credit for released slots that the GPU has read; tell whether there were any."""
@@ -410,23 +331,27 @@ class FeatureReceiver:
             self._control.grant(self.drafter, num_read)
         return num_read > 0
 
-    def _post(self, mover: _Mover, header: Header) -> _Transfer:
+    def _post(self, mover: Mover, header: Header) -> tuple[Received, Transfer]:
         """Check an announced batch and start to receive it into the slot of its sequence."""
         sequence = self._check(header)
         slot = self._slots[sequence % len(self._slots)]
         lane = (header.target_rank, self._world.rank)
         received = Received(header.item, sequence, slot, header)
-        return _Transfer(lane, mover.post(slot[: header.num_bytes], lane), received)
+        return received, mover.post(slot[: header.num_bytes], lane)
 
-    def _hand_over(self, landed: list[_Transfer], *, ended: bool) -> None:
-        """Give complete batches to `receive`, and tell it when no more can come."""
-        if landed or ended:
+    def _hand_over(
+        self, mover: Mover, flying: list[tuple[Received, Transfer]]
+    ) -> list[tuple[Received, Transfer]]:
+        """Give complete batches to `receive`; returns the others."""
+        still = []
+        for received, transfer in flying:
+            if not mover.finished(transfer):
+                still.append((received, transfer))
+                continue
             with self._changed:
-                for transfer in landed:
-                    assert transfer.received is not None
-                    self._ready[transfer.received.sequence] = transfer.received
-                self._ended = ended
+                self._ready[received.sequence] = received
                 self._changed.notify_all()
+        return still
 
     def _check(self, header: Header) -> int:
         """Return the sequence of an announced batch.

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from dflash_ddp.config import ConfigError
 from dflash_ddp.world import JobStore, Launch, Topology
@@ -117,7 +117,7 @@ class Control:
         self._watcher.start()
 
     @property
-    def _store(self) -> dist.Store:
+    def _store(self) -> Store:
         """The client of the calling thread; threads beyond the usual ones share the last."""
         if not hasattr(self._local, "client"):
             several = len(self._clients) > 1
@@ -147,8 +147,8 @@ class Control:
         text = f"{type(error).__name__}: {error}"
         if isinstance(error, KeyboardInterrupt):
             text, trace = "interrupted (Ctrl-C)", ""
-        elif isinstance(error, ConfigError):  # written for people: the place in the code adds nothing
-            self.abort(str(error))
+        elif isinstance(error, ConfigError):
+            self.abort(str(error))  # written for people: the place in the code adds nothing
         elif connection_lost(error):
             text += self._silent_peers()
         who = self.topology.describe(self.rank)
@@ -172,9 +172,10 @@ class Control:
         self._die(first, own=cause)
 
     def _lost_store(self, error: RuntimeError) -> str:
+        who = self.topology.describe(self.rank)
         return (
-            f"{self.topology.describe(self.rank)} lost the job's store: the launcher or the process "
-            f"that holds it has ended, or the network broke ({error})"
+            f"{who} lost the job's store: the launcher or the process that holds it has ended, or "
+            f"the network broke ({error})"
         )
 
     def _die(self, first: str, own: str = "") -> NoReturn:
@@ -213,17 +214,18 @@ class Control:
         """Read all beats, then judge: so a rank that was frozen itself blames nobody."""
         known = [r for r in self._peers if self._peers[r][0] or self._store.check([f"beat/{r}"])]
         beats = self._store.multi_get([f"beat/{r}" for r in known]) if known else []
-        for rank, beat in zip(known, beats, strict=True):
-            if beat.decode() != self._peers[rank][0]:
-                self._peers[rank] = (beat.decode(), time.monotonic())
+        for rank, value in zip(known, beats, strict=True):
+            if value.decode() != self._peers[rank][0]:
+                self._peers[rank] = (value.decode(), time.monotonic())
         now = time.monotonic()
         for rank, (beat, since) in self._peers.items():
             limit_s = self._limits_s[0 if beat else 1]
             if now - since > limit_s and not self._store.check([f"done/{rank}"]):
                 last = f"last phase '{beat.partition('|')[2]}'" if beat else "it never started"
+                who, by = self.topology.describe(rank), self.topology.describe(self.rank)
                 self.abort(
-                    f"{self.topology.describe(rank)} has no heartbeat for {limit_s:.0f} s ({last}): "
-                    f"dead, frozen, or its node is gone; seen by {self.topology.describe(self.rank)}"
+                    f"{who} has no heartbeat for {limit_s:.0f} s ({last}): dead, frozen, or its "
+                    f"node is gone; seen by {by}"
                 )
 
     # Start and end of the run.

@@ -24,6 +24,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 logger = logging.getLogger(__name__)
 
@@ -181,14 +182,14 @@ class JobStore:
             port = self._server.port
         self._clients = [_open_store(launch, port, False, timeout_s) for _ in range(num_clients)]
 
-    def client(self, prefix: str) -> dist.Store:
+    def client(self, prefix: str) -> Store:
         """Hand out a connection that nobody else uses, with keys under `prefix`."""
-        return dist.PrefixStore(f"{self._prefix}/{prefix}", self._clients.pop())
+        return PrefixStore(f"{self._prefix}/{prefix}", self._clients.pop())
 
 
-def _open_store(launch: Launch, port: int, is_master: bool, timeout_s: float) -> dist.TCPStore:
+def _open_store(launch: Launch, port: int, is_master: bool, timeout_s: float) -> TCPStore:
     """Open the server or a client. Without world_size, torch lets a retry wait up to 30 s."""
-    return dist.TCPStore(
+    return TCPStore(
         launch.store_host,
         port,
         world_size=launch.world_size,

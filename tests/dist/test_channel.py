@@ -1,10 +1,11 @@
-"""The channel over gloo: order, content, credit, the end of the stream, and what happens when a rank breaks."""
+"""The channel over gloo: order, content, credit, end of the stream, and ranks that break."""
 
 import os
 import random
 import signal
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
@@ -155,8 +156,9 @@ def receive_all(rank, world, control, case) -> dict:
             # Who meets: the drafter ranks, once an item, as in training.
             dist.all_reduce(torch.ones(1), group=world.drafter_group)
         time.sleep(sleeps.random() * case.sleep_s)
-        assert torch.equal(received.slot[: received.header.num_bytes], features(received.item))
-        assert received.header.digest == zlib.crc32(received.slot[: received.header.num_bytes].numpy())
+        payload = received.slot[: received.header.num_bytes]
+        assert torch.equal(payload, features(received.item))
+        assert received.header.digest == zlib.crc32(payload.numpy())
         assert received.header.item == received.item
         assert received.header.num_tokens == 7
         assert received.sequence == len(items)
@@ -249,20 +251,22 @@ def test_targets_never_run_ahead_of_credit():
     case = Case(2, 1, num_items=30, sleep_s=0)
     outcomes = run_ranks(watch_credit, 3, case)
     assert_delivered(case, outcomes, 30)
-    # Headers: as many as slots, and one more after each release. Claimed besides: two send slots a target.
+    # Headers: as many as slots, one more after a release. Claimed besides: 2 send slots a target.
     assert outcomes[2].value["seen"] == [(3, 3 + 4), (4, 4 + 4)]
     assert outcomes[0].value["wait_slot_s"] > 0.5
     assert outcomes[0].value["credit_s"] > 0.5
 
 
 def assert_all_end_with(outcomes: list[Outcome], texts: list[str], *, but: int, within_s: float):
-    """All ranks but one exit with code 13, soon, and print a cause with these texts."""
+    """All ranks but one exit with code 13, soon; those that speak print a cause with the texts."""
+    causes = []
     for outcome in outcomes:
         if outcome.rank != but:
             assert outcome.exit_code == 13, report(outcomes)
             assert outcome.ended_s < within_s, report(outcomes)
-            cause = outcome.output.partition("the job ends: ")[2]
-            assert all(text in cause for text in texts), report(outcomes)
+            causes.append(outcome.output.partition("the job ends: ")[2])
+    assert any(causes), report(outcomes)
+    assert all(text in cause for cause in causes if cause for text in texts), report(outcomes)
 
 
 @pytest.mark.parametrize(("rank", "how"), [(0, "kill"), (3, "exit")])
@@ -274,12 +278,16 @@ def test_dead_rank_ends_all_and_is_named(rank, how):
     assert outcomes[rank].exit_code == (9 if how == "exit" else -9)
 
 
-@pytest.mark.parametrize("rank", [1, 3])
-def test_frozen_rank_ends_all_within_the_heartbeat_limit(rank):
-    case = Case(2, 2, 0, 400, break_rank=rank, break_how="freeze", heartbeat_timeout_s=4)
-    outcomes = run(case, check=False, may_hang=[rank])
-    texts = [f"rank {rank} (", "has no heartbeat for 4 s (last phase '", "item"]
-    assert_all_end_with(outcomes, texts, but=rank, within_s=10)
+def test_frozen_rank_ends_all_within_the_heartbeat_limit():
+    def freeze(rank: int) -> list[Outcome]:
+        case = Case(2, 2, 0, 400, break_rank=rank, break_how="freeze", heartbeat_timeout_s=4)
+        return run(case, check=False, may_hang=[rank])
+
+    with ThreadPoolExecutor() as jobs:  # two jobs at once: they mostly wait
+        both = list(jobs.map(freeze, (1, 3)))
+    for rank, outcomes in zip((1, 3), both, strict=True):
+        texts = [f"rank {rank} (", "has no heartbeat for 4 s (last phase '", "item"]
+        assert_all_end_with(outcomes, texts, but=rank, within_s=12)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +307,7 @@ def test_frozen_rank_ends_all_within_the_heartbeat_limit(rank):
         ),
         (1, 1, 0, "large", ["announces item 0 with 4097 bytes", "expects 1 to 4096 bytes"]),
         (1, 2, 2, "schedule", ["announces item", "do all ranks have the same schedule?"]),
-        (1, 1, 0, "fewer", ["item 19 (sequence 19 of drafter 0) was never sent"]),
+        (1, 1, 0, "fewer", ["item 19, the next of drafter 0, was never sent"]),
         (2, 1, 2, "leave", ["drafter 0 closes before item 3", "request a stop first"]),
     ],
 )

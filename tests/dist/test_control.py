@@ -18,7 +18,7 @@ from dflash_ddp.world import JobStore, close_world, init_world, plan_topology, r
 
 
 def start(rank: int, *, extra_ranks: int = 0, heartbeat_s: float = 20.0, start_s: float = 20.0):
-    """Store and control plane, as a program opens them first of all; all but the last are targets."""
+    """Store and control plane, as a program opens them first; all but the last are targets."""
     launch = read_launch()
     world_size = launch.world_size + extra_ranks
     launch = replace(launch, world_size=world_size, local_world_size=world_size)
@@ -66,7 +66,7 @@ def test_waiting_for_slow_work_has_no_limit():
 
 
 def fail_all_at_once(rank: int) -> None:
-    launch, store, topology, control = start(rank)
+    _, _, _, control = start(rank)
     with exit_on_error(control.fail):
         control.phase("load the model")
         control.publish(f"here{rank}")
@@ -77,9 +77,9 @@ def fail_all_at_once(rank: int) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("store_in_rank0", [False, True])
-def test_first_cause_wins_and_everybody_prints_it(store_in_rank0):
+def test_first_cause_wins_and_nobody_prints_another(store_in_rank0):
     outcomes = run_ranks(fail_all_at_once, 3, check=False, store_in_rank0=store_in_rank0)
-    causes = {first_cause(outcome) for outcome in outcomes}
+    causes = {first_cause(outcome) for outcome in outcomes} - {""}
     assert len(causes) == 1, report(outcomes)
     pattern = r"rank \d \(\w+\) failed in phase 'load the model': ValueError: reason of rank \d"
     assert re.fullmatch(pattern, causes.pop()), report(outcomes)
@@ -113,7 +113,9 @@ def one_fails(rank: int, how: str) -> None:
 def test_end_of_the_rank_that_holds_the_store(how, cause):
     outcomes = run_ranks(one_fails, 3, how, check=False, store_in_rank0=True)
     for outcome in outcomes[1:] if how == "kill" else outcomes:
-        assert cause in first_cause(outcome), report(outcomes)
+        # Rank 1 speaks for no role: it prints what it finds itself, and leaves the rest to others.
+        silent = outcome.rank == 1 and how != "kill"
+        assert cause in first_cause(outcome) or silent, report(outcomes)
         assert outcome.exit_code == 13
         assert outcome.ended_s < 10
         assert "log is flushed" in outcome.output
@@ -128,9 +130,9 @@ def wait_for_a_rank_that_never_starts(rank: int) -> None:
 @pytest.mark.dist
 def test_rank_that_never_starts_is_named():
     outcomes = run_ranks(wait_for_a_rank_that_never_starts, 2, check=False)
-    for outcome in outcomes:
-        expected = "rank 2 (drafter) has no heartbeat for 3 s (it never started)"
-        assert expected in first_cause(outcome), report(outcomes)
+    expected = "rank 2 (drafter) has no heartbeat for 3 s (it never started)"
+    assert expected in first_cause(outcomes[0]), report(outcomes)
+    assert [outcome.exit_code for outcome in outcomes] == [13, 13]
 
 
 def lose_a_peer_in_a_collective(rank: int) -> None:
@@ -200,10 +202,15 @@ def test_error_without_peers_is_printed_and_exits_with_1(caplog):
 
 
 def test_error_is_published_once_there_are_peers():
-    published = []
-    with pytest.raises(SystemExit), exit_on_error() as handler:
-        handler.publish = published.append
-        raise ValueError("late")
+    published: list[BaseException] = []
+
+    def program() -> None:
+        with exit_on_error() as handler:
+            handler.publish = published.append
+            raise ValueError("late")
+
+    with pytest.raises(SystemExit):
+        program()
     assert [str(error) for error in published] == ["late"]
 
 

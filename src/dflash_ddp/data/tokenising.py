@@ -5,7 +5,8 @@ number of workers: documents end to end, and what was left out. A chunk is a few
 megabyte of lines, so that workers stay busy and little is in flight.
 
 Invariants: the result is a function of the rows, tokenizer and settings; a worker process lives no
-longer than its parent, ignores Ctrl-C (the parent answers it) and needs no torch.
+longer than its parent, ignores Ctrl-C (the parent answers it) and asks for no torch (some versions
+of transformers load it all the same).
 """
 
 import multiprocessing

@@ -1,0 +1,105 @@
+"""One transfer over one lane, and the buffers for it: where NCCL and gloo differ.
+
+In: a flat uint8 buffer and a lane. Out: a transfer that can be asked whether it has finished, as
+seen from the host. Invariant: a buffer lives for the whole run, so no transfer outlives its memory;
+whoever posts a transfer knows that the other side is ready (see channel.py), so it only lasts as
+long as the bytes need.
+
+NCCL: on a side stream, so that nothing waits for compute; completion is polled. Gloo: `wait` in the
+thread that posted, never with a time limit (one that expires closes the lane), and no polling
+(`is_completed` never turns true).
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dflash_ddp.control import connection_lost
+from dflash_ddp.world import World
+
+
+class LaneError(RuntimeError):
+    """A transfer failed; the text names the peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A send or receive that was posted."""
+
+    lane: tuple[int, int]
+    work: dist.Work
+
+
+class Mover:
+    """Posts transfers for one thread, the one that makes this object."""
+
+    def __init__(self, world: World) -> None:
+        """Bind the thread to the rank's GPU (new threads start on device 0)."""
+        self._world = world
+        self._side_stream: AbstractContextManager = nullcontext()
+        if world.device.type == "cuda":
+            torch.cuda.set_device(world.device)
+            self._side_stream = torch.cuda.stream(torch.cuda.Stream(world.device, priority=-1))
+
+    def post(self, buffer: torch.Tensor, lane: tuple[int, int]) -> Transfer:
+        """Start to send (on the target rank) or receive (on the drafter rank) the whole buffer.
+
+        Raises:
+            LaneError: the peer is gone.
+        """
+        target, drafter = lane
+        group = self._world.lanes[lane]
+        try:
+            with self._side_stream:
+                # Who meets: the two ranks of the lane. The target has written a header and sends;
+                # the drafter has read it and receives. If the peer dies, gloo raises at once; on
+                # NCCL the heartbeats end the job, or lane_s does.
+                if self._world.rank == target:
+                    work = dist.isend(buffer, drafter, group=group)
+                else:
+                    work = dist.irecv(buffer, target, group=group)
+        except RuntimeError as error:
+            raise self._broken(lane, error) from error
+        assert work is not None
+        return Transfer(lane, work)
+
+    def finished(self, transfer: Transfer) -> bool:
+        """Tell whether all bytes have been sent or received. On gloo: wait for it.
+
+        Raises:
+            LaneError: the peer is gone, or the transfer failed.
+        """
+        try:
+            if self._world.device.type == "cuda" and not transfer.work.is_completed():
+                return False
+            with self._side_stream:
+                transfer.work.wait()  # on NCCL it is completed: this only raises what went wrong
+        except RuntimeError as error:
+            raise self._broken(transfer.lane, error) from error
+        return True
+
+    def _broken(self, lane: tuple[int, int], error: RuntimeError) -> LaneError:
+        peer = lane[0] if self._world.rank == lane[1] else lane[1]
+        what = "peer gone" if connection_lost(error) else str(error).partition("\n")[0]
+        return LaneError(f"lane to {self._world.topology.describe(peer)} broke: {what}")
+
+
+def allocate_slots(world: World, num_slots: int, slot_bytes: int) -> list[torch.Tensor]:
+    """Allocate `num_slots` buffers, uint8 [slot_bytes], zeroed, on the rank's device."""
+    slots = [
+        torch.zeros(slot_bytes, dtype=torch.uint8, device=world.device) for _ in range(num_slots)
+    ]
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    return slots
+
+
+def record_event(world: World) -> torch.cuda.Event | None:
+    """Mark this point of the current CUDA stream; None on the CPU, where calls return when done."""
+    if world.device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event

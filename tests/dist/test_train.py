@@ -1,0 +1,286 @@
+"""The real command, end to end, with a tiny random target: what must not change a run, and how it ends.
+
+Batches have 256 tokens and blocks 4, so a run takes as long as its imports. Runs that several tests
+look at are made once.
+"""
+
+import json
+import os
+import shutil
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runs import assert_equal_state, rows, run, running, state
+from targets import build_target, build_tokenizer
+
+from dflash_ddp.data.packing import Packing, packed_batch
+from dflash_ddp.data.rendering import RenderSettings
+from dflash_ddp.data.store import DocumentStore, prepare
+from dflash_ddp.drafter.blocks import anchor_candidates
+
+pytestmark = pytest.mark.dist
+
+TOKENS_PER_BATCH, STEPS = 256, 6
+WORDS = (
+    "the river ran past a small house where seven people kept bees and sold honey to anyone who "
+    "came by boat in summer while in winter they mended nets and told each other old stories"
+).split()
+SMALL = (
+    "drafter.num_layers=2 drafter.block_size=4 drafter.num_anchors=8 drafter.sliding_layers=0 "
+    "drafter.num_attention_heads=null drafter.num_key_value_heads=null drafter.head_dim=null "
+    "loss.chunk_rows=16 loss.position_gamma=4 logging=disabled logging.every=1 optim.lr=2e-3 "
+    f"tokens_per_batch={TOKENS_PER_BATCH} steps={STEPS} eval.every=3 checkpoint.every=3 device=cpu"
+).split()
+
+
+@dataclass(frozen=True)
+class Material:
+    """A target, text and a place for runs."""
+
+    folder: Path
+    cache: Path
+
+    def overrides(self, name: str, *more: str) -> list[str]:
+        """A complete small run called `name`."""
+        return [
+            *("target=demo", f"target.path={self.folder / 'target'}", "data=demo"),
+            *(f"data.path={self.folder / 'train.jsonl'}", f"data.cache_dir={self.cache}"),
+            *(f"data.heldout={self.folder / 'heldout.jsonl'}", "data.max_length=256"),
+            *(f"output_dir={self.output(name)}", *SMALL, *more),
+        ]
+
+    def output(self, name: str) -> Path:
+        return self.folder / name
+
+
+def chats(first: int, number: int) -> str:
+    """Rows of words, with answers of very unequal length."""
+    lines = []
+    for row in range(first, first + number):
+        generator = np.random.default_rng(row)
+        question, answer = (
+            " ".join(generator.choice(WORDS, generator.integers(low, high)))
+            for low, high in ((3, 8), (1, 25))
+        )
+        messages = [("user", f"{question}?"), ("assistant", f"{answer}.")]
+        turns = [{"role": role, "content": content} for role, content in messages]
+        lines.append(json.dumps({"messages": turns}) + "\n")
+    return "".join(lines)
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory) -> Material:
+    folder = tmp_path_factory.mktemp("runs")
+    build_target("qwen3_tied", folder / "target")
+    (folder / "train.jsonl").write_text(chats(0, 40))
+    (folder / "heldout.jsonl").write_text(chats(1000, 5))
+    return Material(folder, folder / "cache")
+
+
+@pytest.fixture(scope="session")
+def one_target(material) -> Path:
+    """The run that others are compared with: one target rank, one drafter rank."""
+    run(2, material.overrides("1t1d", "split=1t1d"))
+    return material.output("1t1d")
+
+
+# What must not change a run.
+
+
+def test_a_run_writes_every_step_and_both_ends(one_target):
+    trained = [row for row in rows(one_target) if "train/loss" in row]
+    measured = [row["step"] for row in rows(one_target) if "heldout/accept_length" in row]
+    assert [row["step"] for row in trained] == [1, 2, 3, 4, 5, 6]
+    assert measured == [0, 3, 6]
+    assert trained[-1]["train/loss"] < trained[0]["train/loss"]
+    assert (one_target / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "split"),
+    [(4, ["split.targets=3", "split.drafters=1"]), (1, ["split=colocated"])],
+    ids=["3 targets", "colocated"],
+)
+def test_who_computes_the_features_changes_no_digit(material, one_target, num_processes, split):
+    one_process = ["split.targets=1", "split.drafters=1"] if num_processes == 1 else []
+    name = f"{num_processes} processes"
+    run(num_processes, material.overrides(name, *split, *one_process))
+    assert rows(material.output(name)) == rows(one_target)
+    assert_equal_state(state(material.output(name), STEPS), state(one_target, STEPS))
+
+
+def test_one_seed_is_one_run_and_the_command_starts_its_own_ranks(material, one_target):
+    run(None, material.overrides("again", "split=1t1d"))
+    assert rows(material.output("again")) == rows(one_target)
+    assert_equal_state(state(material.output("again"), STEPS), state(one_target, STEPS))
+
+
+# Several drafter ranks.
+
+
+@pytest.fixture(scope="session")
+def uneven(material) -> Material:
+    """The same text, tokenised, with the masks of some batches all but empty.
+
+    Two batches a step. Batch 1 keeps two labels, batch 2 none, batches 6 and 7 (all of step 3) none.
+    Rows like these cannot come out of text, so the masks are changed on disk.
+    """
+    settings = RenderSettings(enable_thinking=None, eos_ids=frozenset({258}), max_length=256)
+    source, cache = str(material.folder / "train.jsonl"), material.folder / "uneven"
+    written = prepare(source, build_tokenizer(), settings=settings, cache_dir=cache)
+    packing = make_packing(written)
+    mask = np.fromfile(written.path / "loss_mask.bin", dtype=np.uint8)
+    starts = np.concatenate([[0], np.cumsum(written.lengths)])
+    for batch, num_kept in ((1, 3), (2, 1), (6, 0), (7, 1)):
+        for document in packing.documents(batch):
+            generated = starts[document] + np.flatnonzero(written.document(document)[1])
+            mask[generated[num_kept:]] = 0
+    mask.tofile(written.path / "loss_mask.bin")
+    changed = Material(material.folder, cache)
+    counts = num_candidates(changed)
+    assert counts[2] == counts[6] == counts[7] == 0
+    assert 0 < counts[1] < min(counts[k] for k in (0, 3, 4, 5, 8, 9, 10, 11)) / 5
+    return changed
+
+
+def make_packing(store: DocumentStore) -> Packing:
+    return Packing(store.lengths, tokens_per_batch=TOKENS_PER_BATCH, batches_per_step=2, seed=0)
+
+
+def num_candidates(material: Material) -> list[int]:
+    """Possible anchors of each training batch, as the ranks will find them on disk."""
+    (folder,) = (f for f in material.cache.iterdir() if f.is_dir())
+    store = DocumentStore(folder)
+    packing = make_packing(store)
+    batches = [packed_batch(store, packing.documents(k), k) for k in range(2 * STEPS)]
+    return [len(anchor_candidates(batch)) for batch in batches]
+
+
+@pytest.fixture(scope="session")
+def two_drafters(uneven) -> Path:
+    """Two drafter ranks, one microbatch each; rows do not fall on the checkpoint."""
+    split = ["split.targets=1", "split.drafters=2", "logging.every=2"]
+    run(3, uneven.overrides("1t2d", *split))
+    return uneven.output("1t2d")
+
+
+def test_two_drafters_equal_one_with_two_microbatches(uneven, two_drafters):
+    split = ["split=1t1d", "batches_per_step=2", "logging.every=2"]
+    run(2, uneven.overrides("1t1d uneven", *split))
+    one = uneven.output("1t1d uneven")
+    for step in (3, 6):
+        for name, alone in state(one, step).items():
+            together = state(two_drafters, step)[name]
+            scale = alone.abs().max().item()
+            torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5 * scale, msg=name)
+    for alone, together in zip(rows(one), rows(two_drafters), strict=True):
+        assert together == pytest.approx(alone, rel=1e-4)
+
+
+# Going on.
+
+
+def forget_after(folder: Path, step: int, copy: Path) -> Path:
+    """The run as if it had been killed some time after a checkpoint: rows and a torn line remain."""
+    shutil.copytree(folder, copy)
+    for checkpoint in (copy / "checkpoints").iterdir():
+        if int(checkpoint.name[-8:]) > step:
+            shutil.rmtree(checkpoint)
+    (copy / "checkpoints" / ".tmp-step_00000006").mkdir()
+    shutil.rmtree(copy / "export")
+    text = (copy / "metrics.jsonl").read_text()
+    (copy / "metrics.jsonl").write_text(text[: text.rindex('"step": 6') + 30])
+    return copy
+
+
+def assert_same_run(resumed: Path, whole: Path) -> None:
+    assert rows(resumed) == rows(whole)
+    assert_equal_state(state(resumed, STEPS), state(whole, STEPS))
+    exports = [(run / "export" / "model.safetensors").read_bytes() for run in (resumed, whole)]
+    assert exports[0] == exports[1]
+    assert {p.name for p in (resumed / "checkpoints").iterdir()} == {
+        "step_00000003",
+        "step_00000006",
+    }
+
+
+def test_resume_is_bit_exact_also_with_other_targets(material, one_target):
+    copy = forget_after(one_target, 3, material.output("resumed"))
+    ended = run(3, material.overrides("resumed", "split=2t1d"))
+    assert f"going on from {copy}/checkpoints/step_00000003" in ended.output
+    assert_same_run(copy, one_target)
+
+
+def test_resume_of_two_drafters_is_bit_exact_between_rows(uneven, two_drafters):
+    copy = forget_after(two_drafters, 3, uneven.output("1t2d resumed"))
+    run(3, uneven.overrides(copy.name, "split.targets=1", "split.drafters=2", "logging.every=2"))
+    assert_same_run(copy, two_drafters)
+
+
+def test_changed_settings_are_refused_with_old_and_new_value(material, one_target):
+    before = {p: p.stat().st_mtime_ns for p in one_target.rglob("*.safetensors")}
+    changed = ["seed=1", "drafter.block_size=5"]
+    ended = run(2, material.overrides("1t1d", "split=1t1d", *changed), code=None)
+    for text in (
+        "seed: 0 in the checkpoint, 1 now",
+        "drafter.block_size: 4 in the checkpoint, 5 now",
+    ):
+        assert ended.output.count(text) == 1, ended.output
+    assert {p: p.stat().st_mtime_ns for p in one_target.rglob("*.safetensors")} == before
+
+
+# Sudden ends.
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3], ids=["rank 0, target", "target", "drafter"])
+def test_killed_rank_ends_all_and_is_named(material, rank):
+    name = f"killed {rank}"
+    split = ["split.targets=2", "split.drafters=2"]
+    endless = ["steps=20000", "checkpoint.every=0", "eval.every=0"]
+    metrics = material.output(name) / "metrics.jsonl"
+    with running(4, material.overrides(name, *split, *endless)) as command:
+        command.wait_until(
+            lambda: metrics.is_file() and metrics.read_text().count("train/loss") >= 3, 90
+        )
+        (pid,) = command.pids(rank=rank)
+        os.kill(pid, signal.SIGKILL)
+        killed_at = time.monotonic()
+        ended = command.wait(10)
+        while command.pids():
+            assert time.monotonic() - killed_at < 10, ended.output
+            time.sleep(0.05)
+        assert time.monotonic() - killed_at < 10
+    assert ended.code != 0
+    texts = (f"rank {rank} (", f"Signal 9 (SIGKILL) received by PID {pid}")
+    assert any(text in ended.output for text in texts), ended.output
+
+
+# Settings that cannot work.
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optim.lr_=1e-3", "optim.lr_"),
+        ("+unknown=1", "unknown=1 is no setting"),
+        ("+drafter.blocksize=8", "did you mean drafter.block_size?"),
+        ("steps=many", "steps: Value 'many' of type 'str' could not be converted to Integer"),
+        ("logging.wandb=on", "logging.wandb: Invalid value"),
+        ("tokens_per_batch=1000", "tokens_per_batch=1000 must be a multiple of 128"),
+        (
+            "split=colocated",
+            "split.colocated=true needs split.targets=",
+        ),
+        ("batches_per_step=4", "batches_per_step=4 must be a multiple of split.drafters=3"),
+    ],
+)
+def test_bad_setting_is_named_once_before_anything_is_loaded(override, expected):
+    ended = run(None, [override], limit_s=20, code=None)
+    assert ended.output.count(expected) == 1, ended.output
+    assert "Traceback" not in ended.output
+    assert ended.seconds < 10

@@ -1,0 +1,125 @@
+"""Settings: every file composes, every mistake is refused with key, value and rule."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from dflash_ddp.config import Config, ConfigError, Recompute, Wandb, parse, problems, resolved
+from dflash_ddp.train import CONF_DIR
+
+
+def load(*overrides: str) -> Config:
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return parse(compose("train", list(overrides)))
+
+
+def options(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml"))
+
+
+def test_no_argument_is_a_complete_run():
+    config = load()
+    assert config.target.path == "Qwen/Qwen3.6-27B"
+    assert (config.split.targets, config.split.drafters) == (5, 3)
+    assert config.world_size == 8
+    assert config.batches_per_step == 3
+    assert config.data.path == "HuggingFaceH4/ultrachat_200k"
+    assert config.output_dir == "outputs/dev"
+    assert config.logging.wandb is Wandb.offline
+
+
+@pytest.mark.parametrize(
+    ("group", "option"),
+    [
+        (group, option)
+        for group in ("target", "drafter", "data", "split", "optim", "loss", "eval", "logging",
+                      "checkpoint", "experiment")
+        for option in options(group)
+    ],
+)
+def test_every_file_composes(group, option):
+    assert problems(load(f"{group}={option}")) == []
+
+
+@pytest.mark.parametrize("option", options("sweep"))
+def test_every_sweep_composes(option):
+    load(f"sweep={option}")
+
+
+def test_readme_and_files_state_the_same_defaults():
+    """What the dataclasses default to is what the default files say, where both say it."""
+    composed, plain = resolved(load()), resolved(Config())
+    for group in ("optim", "loss", "eval", "logging", "checkpoint"):
+        assert composed[group] == plain[group], group
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("+unknown=1", ["unknown=1", "no setting"]),
+        ("+optim.lrr=1", ["optim.lrr=1", "did you mean optim.lr?"]),
+        ("steps=0", ["steps=0", ">= 1"]),
+        ("optim.lr=-1", ["optim.lr=-1", "> 0"]),
+        ("optim.lr=nan", ["optim.lr", "> 0"]),
+        ("optim.warmup_share=2", ["optim.warmup_share=2", "0..1"]),
+        ("drafter.block_size=1", ["drafter.block_size=1", "2..128"]),
+        ("tokens_per_batch=1000", ["tokens_per_batch=1000", "multiple of 128"]),
+        ("data.max_length=50000", ["data.max_length=50000", "tokens_per_batch=49152"]),
+        ("batches_per_step=4", ["batches_per_step=4", "split.drafters=3"]),
+        ("drafter.sliding_layers=6", ["drafter.sliding_layers=6", "drafter.num_layers=5"]),
+        ("target.capture_layers=[3,1]", ["target.capture_layers=[3, 1]", "ascending"]),
+        ("split.colocated=true", ["split.targets=5", "split.drafters=3"]),
+        ("name=../x", ["name='../x'", "plain name"]),
+        ("target.path=???", ["target.path"]),
+    ],
+)
+def test_mistakes_are_refused_with_key_value_and_rule(override, words):
+    with pytest.raises(ConfigError) as refused:
+        load(override)
+    for word in words:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "override", ["optim.lrr=1", "steps=abc", "loss.recompute=foo", "logging.wandb=maybe", "steps=1e3"]
+)
+def test_typos_and_wrong_types_do_not_compose(override):
+    with pytest.raises(Exception, match=override.split("=")[0].split(".")[-1]):
+        load(override)
+
+
+def test_all_problems_are_named_at_once():
+    with pytest.raises(ConfigError) as refused:
+        load("steps=0", "optim.lr=0", "tokens_per_batch=100")
+    assert len(str(refused.value).splitlines()) >= 3
+
+
+def test_choices_are_written_as_documented():
+    assert load("loss.recompute=non_reentrant").loss.recompute is Recompute.non_reentrant
+    assert load("loss.recompute=none").loss.recompute is Recompute.none
+    assert load("loss.position_gamma=null").loss.position_gamma is None
+    assert resolved(load())["logging"]["wandb"] == "offline"
+
+
+def test_settings_are_checked_before_torch_is_loaded():
+    code = "import sys, dflash_ddp.config, dflash_ddp.train; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_field_is_documented():
+    tree = ast.parse(Path(sys.modules[Config.__module__].__file__).read_text())
+    classes = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name.endswith("Config")]
+    undocumented = [
+        f"{node.name}.{field.target.id}"
+        for node in classes
+        for field, after in zip(node.body, [*node.body[1:], None], strict=True)
+        if isinstance(field, ast.AnnAssign)
+        and not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant))
+        and field.target.id not in {f.removesuffix("Config").lower() for f in (c.name for c in classes)}
+    ]
+    assert undocumented == []
+    assert len(classes) == 10

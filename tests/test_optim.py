@@ -1,0 +1,45 @@
+"""Learning rate, masters, and what AdamW is given."""
+
+import pytest
+import torch
+from drafters import tiny_drafter, tiny_shape
+
+from dflash_ddp.config import OptimConfig
+from dflash_ddp.drafter.optim import clip_gradients, lr_multiplier, make_optimizer
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 25, 1000])
+def test_warm_up_then_cosine_to_the_very_end(steps):
+    rates = [lr_multiplier(s, steps=steps, warmup_share=0.04, min_share=0.1) for s in range(steps)]
+    assert max(rates) == 1.0
+    assert all(0 < rate <= 1 for rate in rates)
+    if steps > 2:
+        assert rates[-1] == pytest.approx(0.1)
+    top = rates.index(1.0)
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+
+
+def test_norms_move_and_do_not_decay():
+    """bf16 weights of 1.0 would round every step of 6e-4 away; fp32 masters do not."""
+    model = tiny_drafter(tiny_shape())
+    model.reset_parameters(0)
+    optimizer = make_optimizer(model, OptimConfig(weight_decay=0.1))
+    for _ in range(5):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert (model.norm.weight < 1.0).all()
+    decays = {group["weight_decay"]: {p.dim() for p in group["params"]} for group in optimizer.param_groups}
+    assert decays == {0.1: {2}, 0.0: {1}}
+
+
+def test_clip_is_on_the_global_norm():
+    model = tiny_drafter(tiny_shape())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    count = sum(p.numel() for p in model.parameters())
+    assert clip_gradients(model.parameters(), 1.0).item() == pytest.approx(count**0.5)
+    total = sum(p.grad.square().sum().item() for p in model.parameters())
+    assert total == pytest.approx(1.0, rel=1e-4)
