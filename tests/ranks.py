@@ -42,6 +42,7 @@ class Outcome:
     exit_code: int | None  # negative: signal; None: stuck, killed by the watchdog
     output: str  # stdout and stderr
     ended_s: float  # seconds from the start of the job
+    ended_at: float  # the same as time.monotonic(), which all processes share
 
 
 def run_ranks(
@@ -83,7 +84,7 @@ def run_ranks(
             process.start()
         ended = _watch(processes, start, limit_s, set(may_hang))
         outcomes = [
-            _outcome(rank, process, ended[rank], Path(folder))
+            _outcome(rank, process, start, ended[rank], Path(folder))
             for rank, process in enumerate(processes)
         ]
     if check and not all(outcome.exit_code == 0 for outcome in outcomes):
@@ -142,11 +143,11 @@ def _watch(processes: list, start: float, limit_s: float, may_hang: set[int]) ->
     return ended
 
 
-def _outcome(rank: int, process: Any, ended_s: float, folder: Path) -> Outcome:
+def _outcome(rank: int, process: Any, start: float, ended_s: float, folder: Path) -> Outcome:
     value, error = None, ""
     result, output = folder / f"{rank}.pkl", folder / f"{rank}.out"
     if result.exists():
         value, error = pickle.loads(result.read_bytes())
     text = output.read_text(errors="replace") if output.exists() else ""
     exit_code = None if ended_s == float("inf") else process.exitcode
-    return Outcome(rank, value, error, exit_code, text, ended_s)
+    return Outcome(rank, value, error, exit_code, text, ended_s, start + ended_s)

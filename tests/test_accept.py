@@ -32,9 +32,9 @@ def test_walk_equals_decoding(seed):
     answer = generator.integers(0, 3, length).tolist()
     padded = answer + [-1] * drafted
     drafts = {a: generator.integers(0, 3, drafted).tolist() for a in range(length - 1)}
-    right = np.array([
-        [drafts[a][k] == padded[a + 1 + k] for k in range(drafted)] for a in range(length - 1)
-    ])
+    right = np.array(
+        [[drafts[a][k] == padded[a + 1 + k] for k in range(drafted)] for a in range(length - 1)]
+    )
     assert walk(Span(0, 7, 7 + length), right, 7) == decode(answer, drafts)
 
 
@@ -46,9 +46,13 @@ def test_perfect_and_useless_drafts():
 def test_spans_are_answers_within_documents():
     batch = tiny_batch((6, 5), prompt=3)
     assert answer_spans(batch) == [Span(0, 3, 6), Span(1, 9, 11)]
-    turns = PackedBatch(0, *(getattr(batch, f) for f in ("input_ids", "positions")),
-                        np.array([0, 1, 1, 0, 1, 1, 1, 1, 0, 0, 1], bool),
-                        batch.document_lengths, batch.document_ids)
+    turns = PackedBatch(
+        0,
+        *(getattr(batch, f) for f in ("input_ids", "positions")),
+        np.array([0, 1, 1, 0, 1, 1, 1, 1, 0, 0, 1], bool),
+        batch.document_lengths,
+        batch.document_ids,
+    )
     assert answer_spans(turns) == [Span(0, 1, 3), Span(0, 4, 6), Span(1, 6, 8), Span(1, 10, 11)]
 
 

@@ -13,9 +13,9 @@ from dflash_ddp.drafter.attention import (
     block_mask,
     dense_mask,
     find_tiles,
+    mask_function,
     tile_arrays,
 )
-from dflash_ddp.drafter.attention import mask_function
 from dflash_ddp.drafter.blocks import make_blocks
 
 RULES = {

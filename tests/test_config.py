@@ -36,8 +36,18 @@ def test_no_argument_is_a_complete_run():
     ("group", "option"),
     [
         (group, option)
-        for group in ("target", "drafter", "data", "split", "optim", "loss", "eval", "logging",
-                      "checkpoint", "experiment")
+        for group in (
+            "target",
+            "drafter",
+            "data",
+            "split",
+            "optim",
+            "loss",
+            "eval",
+            "logging",
+            "checkpoint",
+            "experiment",
+        )
         for option in options(group)
     ],
 )
@@ -85,7 +95,8 @@ def test_mistakes_are_refused_with_key_value_and_rule(override, words):
 
 
 @pytest.mark.parametrize(
-    "override", ["optim.lrr=1", "steps=abc", "loss.recompute=foo", "logging.wandb=maybe", "steps=1e3"]
+    "override",
+    ["optim.lrr=1", "steps=abc", "loss.recompute=foo", "logging.wandb=maybe", "steps=1e3"],
 )
 def test_typos_and_wrong_types_do_not_compose(override):
     with pytest.raises(Exception, match=override.split("=")[0].split(".")[-1]):
@@ -119,7 +130,8 @@ def test_every_field_is_documented():
         for field, after in zip(node.body, [*node.body[1:], None], strict=True)
         if isinstance(field, ast.AnnAssign)
         and not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant))
-        and field.target.id not in {f.removesuffix("Config").lower() for f in (c.name for c in classes)}
+        and field.target.id
+        not in {f.removesuffix("Config").lower() for f in (c.name for c in classes)}
     ]
     assert undocumented == []
     assert len(classes) == 10

@@ -1,7 +1,6 @@
 """The drafter against z-lab's published class, and against what it must not see."""
 
 import json
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -31,7 +31,10 @@ def test_norms_move_and_do_not_decay():
         optimizer.step()
     assert all(p.dtype == torch.float32 for p in model.parameters())
     assert (model.norm.weight < 1.0).all()
-    decays = {group["weight_decay"]: {p.dim() for p in group["params"]} for group in optimizer.param_groups}
+    decays = {
+        group["weight_decay"]: {p.dim() for p in group["params"]}
+        for group in optimizer.param_groups
+    }
     assert decays == {0.1: {2}, 0.0: {1}}
 
 

@@ -35,12 +35,20 @@ def test_stream_equals_the_one_written_out(seed):
     eval_steps = evaluation_steps(steps, every=draw.randint(0, 4), at_start=draw.random() < 0.5)
     first = draw.randint(0, steps)
     schedule = Schedule(
-        steps=steps, batches_per_step=per_step, num_drafters=drafters, num_heldout=heldout,
-        eval_steps=eval_steps, first_step=first,
+        steps=steps,
+        batches_per_step=per_step,
+        num_drafters=drafters,
+        num_heldout=heldout,
+        eval_steps=eval_steps,
+        first_step=first,
     )
     expected = written_out(
-        steps=steps, per_step=per_step, drafters=drafters, heldout=heldout,
-        eval_steps=eval_steps if heldout else (), first=first,
+        steps=steps,
+        per_step=per_step,
+        drafters=drafters,
+        heldout=heldout,
+        eval_steps=eval_steps if heldout else (),
+        first=first,
     )
     assert schedule.num_items == len(expected)
     counts = [0] * drafters
@@ -62,5 +70,7 @@ def test_a_step_has_the_same_batches_whatever_the_split_and_wherever_it_resumes(
     expected = list(range(24, 30))
     for drafters in (1, 2, 3, 6):
         for first in (0, 2, 4):
-            found = batches(4, num_drafters=drafters, first_step=first, num_heldout=2, eval_steps=(2, 6))
+            found = batches(
+                4, num_drafters=drafters, first_step=first, num_heldout=2, eval_steps=(2, 6)
+            )
             assert found == expected

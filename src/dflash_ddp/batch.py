@@ -46,6 +46,6 @@ class PackedBatch:
 
     def digest(self) -> int:
         """CRC-32 of ids, positions and mask: what a drafter compares with a header."""
-        crc = zlib.crc32(np.ascontiguousarray(self.input_ids, dtype=np.int32))
-        crc = zlib.crc32(np.ascontiguousarray(self.positions, dtype=np.int32), crc)
-        return zlib.crc32(np.ascontiguousarray(self.loss_mask, dtype=np.uint8), crc)
+        crc = zlib.crc32(self.input_ids.astype(np.int32).tobytes())
+        crc = zlib.crc32(self.positions.astype(np.int32).tobytes(), crc)
+        return zlib.crc32(self.loss_mask.astype(np.uint8).tobytes(), crc)

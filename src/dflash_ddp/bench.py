@@ -19,7 +19,6 @@ from dflash_ddp.batch import PackedBatch
 from dflash_ddp.config import Recompute
 from dflash_ddp.drafter.blocks import make_blocks, sample_anchors
 from dflash_ddp.drafter.inputs import HostInputs, host_inputs, to_device
-from dflash_ddp.drafter.loss import Rows
 from dflash_ddp.drafter.model import FULL, SLIDING, Drafter, DrafterShape
 from dflash_ddp.drafter.step import (
     LossSettings,
@@ -169,6 +168,10 @@ class DrafterBench:
         )
         return result.loss_sum
 
+    def release(self) -> None:
+        """Give the memory back, for the products that follow."""
+        del self.model, self.tables, self.features_SC
+
     def zero_grad(self) -> None:
         """Forget the gradients."""
         self.model.zero_grad(set_to_none=True)
@@ -196,13 +199,19 @@ def drafter_products(work: Workload, num_rows: int) -> list[tuple[int, int, int,
         products += [(m, k, n, often), (k, m, n, often)]
         if k != work.num_layers * hidden:  # no gradient flows to the features
             products.append((m, n, k, often))
-    return products + [(num_rows, hidden, work.table_rows, 1), (num_rows, work.table_rows, hidden, 1)]
+    return products + [
+        (num_rows, hidden, work.table_rows, 1),
+        (num_rows, work.table_rows, hidden, 1),
+    ]
 
 
 def product_ms(m: int, k: int, n: int, device: torch.device) -> float:
     """Median milliseconds of one bf16 product on random data."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
+    a, b = (
+        torch.randn(m, k, device=device, dtype=dtype),
+        torch.randn(n, k, device=device, dtype=dtype),
+    )
     for _ in range(2):
         a @ b.T
     return statistics.median(timed(lambda: a @ b.T, device, repeats=3))
@@ -241,7 +250,7 @@ def bench_drafter(
         "warm_up_s": round(warm_up_s, 1),
         "loss": round(bench.step(0).item() / bench.hosts[0].weight_sum, 4),
     }
-    del bench
+    bench.release()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         size = 8192

@@ -130,7 +130,9 @@ def read_state(folder: Path) -> TrainerState:
     return TrainerState(**json.loads(file.read_text(encoding="utf-8")))
 
 
-def load_tensors(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+def load_tensors(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
+) -> None:
     """Put masters and moments back, exactly, on whatever device the model is."""
     tensors = load_file(folder / TENSORS_FILE)
     for group in optimizer.param_groups:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -350,8 +350,7 @@ def parse(tree: DictConfig) -> Config:
             broken rule; all broken rules at once, one a line.
     """
     plain = OmegaConf.to_container(tree, resolve=True)
-    assert isinstance(plain, dict)
-    unknown = _unknown_keys(plain, Config, prefix="")
+    unknown = _unknown_keys(cast(dict[str, Any], plain), Config, prefix="")
     if unknown:
         raise ConfigError("\n".join(unknown))
     try:
@@ -366,7 +365,7 @@ def parse(tree: DictConfig) -> Config:
     return config
 
 
-def _unknown_keys(plain: dict[str, Any], schema: type, *, prefix: str) -> list[str]:
+def _unknown_keys(plain: dict[str, Any], schema: Any, *, prefix: str) -> list[str]:
     known = {f.name: f.type for f in fields(schema)}
     found = []
     for key, value in plain.items():

@@ -208,7 +208,8 @@ class Control:
             except RuntimeError as error:
                 if self._released:
                     return
-                self._die(self._lost_store(error))
+                lost = self._lost_store(error)
+                self._die(lost, own=lost)
 
     def _look_at_peers(self) -> None:
         """Read all beats, then judge: so a rank that was frozen itself blames nobody."""

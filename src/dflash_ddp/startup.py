@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig
 
 from dflash_ddp.batch import PackedBatch
 from dflash_ddp.checkpoint import (
@@ -81,7 +81,7 @@ class Preflight:
     tokens: int
 
 
-def load_tokenizer(config: Config) -> PreTrainedTokenizerFast:
+def load_tokenizer(config: Config) -> Any:
     """The target's tokenizer with its chat template.
 
     Raises:
@@ -141,7 +141,9 @@ def _find_checkpoint(config: Config, folder: Path) -> Path | None:
     checkpoints = folder / "checkpoints"
     if config.resume == "none":
         if (folder / "config.yaml").exists():
-            numbers = (n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.{n}").exists())
+            numbers = (
+                n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.{n}").exists()
+            )
             aside = folder.with_name(f"{folder.name}.{next(numbers)}")
             shutil.move(folder, aside)
             logger.info("resume=none: the earlier run is now in %s", aside)
@@ -324,9 +326,7 @@ def _check_run(run: Run) -> None:
     steps = run.config.steps
     assert steps is not None
     if run.found.checkpoint is not None:
-        changed = differences(
-            read_state(Path(run.found.checkpoint)).fingerprint, run.fingerprint()
-        )
+        changed = differences(read_state(Path(run.found.checkpoint)).fingerprint, run.fingerprint())
         if changed:
             raise ConfigError(
                 f"{run.found.checkpoint} was made by another run; take another name, or "
@@ -385,12 +385,12 @@ def _prepare_data(config: Config, *, speaks: bool) -> dict[str, str | None]:
     return found
 
 
-def _eos_ids(config: Config, tokenizer: PreTrainedTokenizerFast) -> set[int]:
+def _eos_ids(config: Config, tokenizer: Any) -> set[int]:
     """Every token that ends generation: the tokenizer's, and those of generation_config.json."""
     ids = {tokenizer.eos_token_id}
     try:
         generation = GenerationConfig.from_pretrained(
-            config.target.path, revision=config.target.revision
+            config.target.path, revision=config.target.revision or "main"
         )
     except OSError:  # many targets have no such file; the tokenizer's token remains
         return ids - {None}

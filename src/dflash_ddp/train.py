@@ -1,7 +1,7 @@
 """Train a DFlash drafter.
 
     torchrun --nproc_per_node 8 -m dflash_ddp.train [key=value ...]     one run; each process takes a role
-    python -m dflash_ddp.train [key=value ...]                          starts torchrun with as many as the split asks for
+    python -m dflash_ddp.train [key=value ...]                          starts torchrun for the split by itself
     python -m dflash_ddp.train --multirun optim.lr=3e-4,6e-4            a sweep: a fresh torchrun for each job
 
 A run is two programs: target ranks stream context features, drafter ranks learn from them.
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -18,6 +19,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from dflash_ddp.config import Config, ConfigError, parse
+
+if TYPE_CHECKING:  # settings are checked before torch is loaded
+    from dflash_ddp.control import Control
+    from dflash_ddp.drafter.worker import Features, Summary
+    from dflash_ddp.startup import Run
+    from dflash_ddp.world import World
 
 CONF_DIR = Path(__file__).resolve().parent / "conf"
 USER_ERROR = 2  # exit code when settings cannot work
@@ -93,9 +100,7 @@ def run_rank(config: Config) -> None:
         from dflash_ddp.world import JobStore, close_world, init_world
 
         store = JobStore(launch)
-        control = Control(
-            store, launch, topology, heartbeat_timeout_s=config.heartbeat_timeout_s
-        )
+        control = Control(store, launch, topology, heartbeat_timeout_s=config.heartbeat_timeout_s)
         handler.publish = control.fail
         run = prepare_run(config, launch, control)
         control.phase("connect")
@@ -117,7 +122,7 @@ def run_rank(config: Config) -> None:
         control.close()
 
 
-def play_roles(run, world, control):  # noqa: ANN001, ANN201
+def play_roles(run: "Run", world: "World", control: "Control") -> str | None:
     """The programs of this rank; a drafter's summary as text."""
     from dflash_ddp.channel import FeatureReceiver, Routing
 
@@ -135,6 +140,7 @@ def play_roles(run, world, control):  # noqa: ANN001, ANN201
         return None
     from dflash_ddp.drafter.worker import DrafterWorker
 
+    features: "Features"
     if topology.colocated:
         from dflash_ddp.colocated import LocalFeatures
 
@@ -155,7 +161,7 @@ def play_roles(run, world, control):  # noqa: ANN001, ANN201
     return summary_text(summary)
 
 
-def summary_text(summary) -> str:  # noqa: ANN001
+def summary_text(summary: "Summary") -> str:
     """`key=value` pairs in one line."""
     pairs = summary._asdict()
     shown = {

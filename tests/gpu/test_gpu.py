@@ -37,7 +37,13 @@ def float64_attention(q, k, v, mask):
 
 @pytest.mark.parametrize(
     ("num_tokens", "context_length", "num_anchors", "head_dim"),
-    [(127, 128, 8, 16), (128, 128, 8, 128), (129, 256, 9, 64), (1025, 1152, 40, 128), (4000, 4096, 256, 128)],
+    [
+        (127, 128, 8, 16),
+        (128, 128, 8, 128),
+        (129, 256, 9, 64),
+        (1025, 1152, 40, 128),
+        (4000, 4096, 256, 128),
+    ],
 )
 def test_flex_attention_equals_float64(num_tokens, context_length, num_anchors, head_dim):
     """fp32 to 1e-2 relative of the largest value (tensor cores round to tf32), with gradients."""
@@ -54,8 +60,13 @@ def test_flex_attention_equals_float64(num_tokens, context_length, num_anchors, 
         exact = [p.double().requires_grad_() for p in parts]
         out = attend(*ours, inputs.masks[kind])
         anchors, starts = (torch.from_numpy(x).to(GPU) for x in (blocks.anchors_N, blocks.starts_N))
-        mask = dense_mask(anchors, starts, context_length=context_length,
-                          block_size=SHAPE.block_size, rule=SHAPE.mask_rule(kind))
+        mask = dense_mask(
+            anchors,
+            starts,
+            context_length=context_length,
+            block_size=SHAPE.block_size,
+            rule=SHAPE.mask_rule(kind),
+        )
         expected = float64_attention(*exact, mask)
         pull = torch.randn_like(out)
         (out * pull).sum().backward()
@@ -68,8 +79,15 @@ def test_flex_attention_equals_float64(num_tokens, context_length, num_anchors, 
 def gradients(device, dtype, recompute, *, compiled):
     model = tiny_drafter(SHAPE).to(device)
     flex = device.type == "cuda"
-    _, inputs = inputs_for(tiny_batch((300, 120, 60), prompt=3), SHAPE, num_anchors=24,
-                           context_length=512, chunk_rows=64, device=device, flex=flex)
+    _, inputs = inputs_for(
+        tiny_batch((300, 120, 60), prompt=3),
+        SHAPE,
+        num_anchors=24,
+        context_length=512,
+        chunk_rows=64,
+        device=device,
+        flex=flex,
+    )
     loss = LossSettings(64, recompute)
     if compiled:
         loss = compile_step(model, chunk_rows=64, recompute=recompute)
@@ -83,7 +101,9 @@ def gradients(device, dtype, recompute, *, compiled):
 @pytest.mark.parametrize("recompute", [r for r in Recompute if r is not Recompute.auto])
 def test_compiled_step_equals_the_plain_cpu_step(recompute):
     """fp32: loss to 1e-5, each gradient to 1e-2 of its largest value."""
-    expected, reference = gradients(torch.device("cpu"), torch.float32, Recompute.none, compiled=False)
+    expected, reference = gradients(
+        torch.device("cpu"), torch.float32, Recompute.none, compiled=False
+    )
     loss, found = gradients(GPU, torch.float32, recompute, compiled=True)
     assert loss == pytest.approx(expected, rel=1e-5)
     for name, grad in found.items():
@@ -92,7 +112,9 @@ def test_compiled_step_equals_the_plain_cpu_step(recompute):
 
 def test_bf16_step_is_near_the_fp32_one():
     """bf16: loss to 1%, direction of the whole gradient to cosine 0.99."""
-    expected, reference = gradients(torch.device("cpu"), torch.float32, Recompute.none, compiled=False)
+    expected, reference = gradients(
+        torch.device("cpu"), torch.float32, Recompute.none, compiled=False
+    )
     loss, found = gradients(GPU, torch.bfloat16, Recompute.in_forward, compiled=True)
     assert loss == pytest.approx(expected, rel=0.01)
     a, b = (torch.cat([g[n].flatten() for n in reference]) for g in (found, reference))
@@ -109,8 +131,15 @@ def test_a_steady_step_asks_the_gpu_nothing():
 
     def step(seed):
         lengths = tuple(np.random.default_rng(seed).multinomial(480, [0.5, 0.3, 0.2]).tolist())
-        _, inputs = inputs_for(tiny_batch(lengths, seed=seed, prompt=3), SHAPE, num_anchors=24,
-                               context_length=512, chunk_rows=64, device=GPU, flex=True)
+        _, inputs = inputs_for(
+            tiny_batch(lengths, seed=seed, prompt=3),
+            SHAPE,
+            num_anchors=24,
+            context_length=512,
+            chunk_rows=64,
+            device=GPU,
+            flex=True,
+        )
         forward_backward(model, tables, features, inputs, scale=scale, loss=loss)
 
     step(0)

@@ -13,6 +13,7 @@ attention has no backward, the same rule fills a dense mask for scaled_dot_produ
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +54,13 @@ class Tiles:
 
 
 def visible(
-    query: Tensor, key: Tensor, *, anchors_N: Tensor, starts_N: Tensor, block_size: int, rule: MaskRule
+    query: Tensor,
+    key: Tensor,
+    *,
+    anchors_N: Tensor,
+    starts_N: Tensor,
+    block_size: int,
+    rule: MaskRule,
 ) -> Tensor:
     """Whether `query` (slot index) sees `key` (index into context then blocks); broadcasts.
 
@@ -189,15 +196,21 @@ def block_mask(
     num_queries: int,
     num_keys: int,
 ) -> BlockMask:
-    """A BlockMask from the eight arrays of `tile_tensors`, all on the device."""
-    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    names += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
-    shaped = {name: array[None, None] for name, array in zip(names, tile_arrays, strict=True)}
+    """A BlockMask from the eight arrays of `tile_arrays`, all on the device."""
+    keys, key_tiles, full_keys, full_key_tiles, *by_key = (a[None, None] for a in tile_arrays)
+    queries, query_tiles, full_queries, full_query_tiles = by_key
     return BlockMask(
         seq_lengths=(num_queries, num_keys),
+        kv_num_blocks=keys,
+        kv_indices=key_tiles,
+        full_kv_num_blocks=full_keys,
+        full_kv_indices=full_key_tiles,
+        q_num_blocks=queries,
+        q_indices=query_tiles,
+        full_q_num_blocks=full_queries,
+        full_q_indices=full_query_tiles,
         BLOCK_SIZE=(TILE, TILE),
         mask_mod=mask_mod,
-        **shaped,
     )
 
 
@@ -220,7 +233,7 @@ _compiled_flex_attention = torch.compile(flex_attention, dynamic=False, fullgrap
 # Tiles of the kernels that were fastest on an H200 at head width 128, for one sliding layer of the headline workload:
 # forward 3.3 ms against 3.6, forward and backward 14.4 ms against 16.2. (ROWS_GUARANTEED_SAFE is not for us: a row may
 # see nothing of the first tile it visits, and its gradient would be NaN.)
-_KERNEL_OPTIONS = {
+_KERNEL_OPTIONS: Any = {
     "fwd_BLOCK_M": 128,
     "fwd_BLOCK_N": 128,
     "fwd_num_warps": 8,

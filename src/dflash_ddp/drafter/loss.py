@@ -123,7 +123,7 @@ class _LossInForward(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx, scale: Tensor, _correct: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Scale the kept gradient by the incoming one."""
-        (grad_MH,) = ctx.saved_tensors
+        (grad_MH,) = ctx.saved_tensors  # type: ignore[attr-defined]
         return grad_MH * scale.to(grad_MH.dtype), None, None, None, None
 
 

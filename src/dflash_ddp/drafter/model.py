@@ -14,7 +14,7 @@ Two exact savings: in the first layer every mask slot holds the same row, so N +
 N * B; in the last layer slot 0, whose output nobody reads, stops after giving its key and value.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -199,6 +199,10 @@ class Layer(nn.Module):
         x_QH = x_QH + linear(attended, attention.o_proj.weight)
         return x_QH + self.mlp(self.post_attention_layernorm(x_QH))
 
+    def context_weights(self) -> tuple[Tensor, Tensor]:
+        """The weights that turn the context into this layer's keys and values."""
+        return self.self_attn.k_proj.weight, self.self_attn.v_proj.weight
+
 
 def spread(rows: Tensor, num_blocks: int, num_slots: int) -> Tensor:
     """N anchor rows and one mask row [N + 1, F] -> the rows of all slots [Q, F]."""
@@ -220,7 +224,7 @@ class Drafter(nn.Module):
         width = shape.hidden_size
         self.fc = nn.Linear(shape.num_capture_layers * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, shape.rms_norm_eps)
-        self.layers = nn.ModuleList([Layer(shape) for _ in shape.layer_types])
+        self.layers: Sequence[Layer] = nn.ModuleList([Layer(shape) for _ in shape.layer_types])  # type: ignore[assignment]
         self.norm = RMSNorm(width, shape.rms_norm_eps)
 
     @torch.no_grad()
@@ -272,8 +276,7 @@ class Drafter(nn.Module):
     def project_context(self, features_SC: Tensor) -> tuple[Tensor, ...]:
         """The context's raw keys and values [S, 2 * G * D] for every layer, in one product."""
         context_SH = self.hidden_norm(linear(features_SC, self.fc.weight))
-        attentions = [layer.self_attn for layer in self.layers]
-        weights = [w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)]
+        weights = [w for layer in self.layers for w in layer.context_weights()]
         return linear(context_SH, *weights).chunk(len(self.layers), dim=-1)
 
     def compile_parts(self) -> None:
@@ -282,7 +285,7 @@ class Drafter(nn.Module):
         Layers apart rather than the whole at once: as fast, compiled once for equal layers, and
         under DDP the gradients of a layer are reduced while those below are still computed.
         """
-        options = {"fullgraph": True, "dynamic": False}
-        self.project_context = torch.compile(self.project_context, **options)
+        context = torch.compile(self.project_context, fullgraph=True, dynamic=False)
+        self.project_context = context  # type: ignore[method-assign]
         for module in (*self.layers, self.norm):
-            module.compile(**options)
+            module.compile(fullgraph=True, dynamic=False)

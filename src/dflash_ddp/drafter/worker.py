@@ -9,7 +9,6 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from dflash_ddp.control import Control
 from dflash_ddp.drafter.blocks import make_blocks, sample_anchors
 from dflash_ddp.drafter.heldout import tally_batch
 from dflash_ddp.drafter.inputs import HostInputs, host_inputs, to_device
-from dflash_ddp.drafter.metrics import empty_sums, microbatch_sums, step_metrics
+from dflash_ddp.drafter.metrics import microbatch_sums
 from dflash_ddp.drafter.model import Drafter
 from dflash_ddp.drafter.optim import clip_gradients, lr_multiplier, make_optimizer, set_lr
 from dflash_ddp.drafter.step import (
@@ -40,6 +39,7 @@ from dflash_ddp.drafter.step import (
     forward_backward,
     resolve_recompute,
 )
+from dflash_ddp.drafter.steplog import StepLog
 from dflash_ddp.export import native_config, save_native
 from dflash_ddp.runlog import RunLog
 from dflash_ddp.schedule import Kind
@@ -63,17 +63,6 @@ class Features(Protocol):
 
     def close(self) -> None:
         """Wait until nothing more can come."""
-
-
-class Pending(NamedTuple):
-    """A row of the log that the device has still to finish."""
-
-    step: int
-    values: Tensor
-    event: torch.cuda.Event | None
-    measured_at: float
-    lr: float
-    num_steps: int
 
 
 class Summary(NamedTuple):
@@ -111,15 +100,23 @@ class DrafterWorker:
             load_tensors(folder, self.model, self.optimizer, read_state(folder).step)
         self.loss = self._loss_settings()
         self.trained = self._data_parallel()
-        self.tokens = run.found.tokens
         self.sequence = 0
-        self.window = _Window(run.config.drafter.block_size, device)
         self.log: RunLog | None = None
         if self.ordinal == 0:
             self.log = RunLog(run.folder, config, first_step=run.found.first_step)
-            control.before_exit(lambda: self.log and self.log.close(exit_code=1))
+            control.before_exit(self._close_log_after_error)
+        self.steplog = StepLog(
+            world,
+            control,
+            self.log,
+            block_size=config.drafter.block_size,
+            tokens=run.found.tokens,
+        )
         self.accept_lengths: dict[int, float | None] = {}
-        self.last_loss: float | None = None
+
+    def _close_log_after_error(self) -> None:
+        if self.log is not None:
+            self.log.close(exit_code=1)
 
     def _loss_settings(self) -> LossSettings:
         config = self.run.config
@@ -147,34 +144,56 @@ class DrafterWorker:
         """Run all steps; the summary is the same on every drafter rank but for its figures."""
         run, config = self.run, self.run.config
         assert config.steps is not None
-        start, first_tokens = time.monotonic(), self.tokens
-        pending: Pending | None = None
+        start, steplog = time.monotonic(), self.steplog
         for step in range(run.found.first_step, config.steps + 1):
             if step in run.schedule.eval_steps:
-                pending = self._write(pending)
+                steplog.write()
                 self._evaluate(step)
-            due = step == config.steps or (config.checkpoint.every and step % config.checkpoint.every == 0)
-            if due and step > run.found.first_step:
-                pending = self._write(pending)
+            if step > run.found.first_step and self._saves_at(step):
+                steplog.write()
                 self._save(step)
             if step == config.steps:
                 break
             self.control.phase(f"train step {step}")
             lr = self._step(step)
-            before, pending = pending, None
-            if (step + 1) % config.logging.every == 0 or step + 1 == config.steps:
-                pending = self._measure(step + 1, lr)
-            self._write(before)
+            if self._logs_at(step + 1):
+                steplog.measure(step + 1, lr=lr, wait_s=self.features.wait_s)
+            else:
+                steplog.write()
         self.features.close()
         elapsed = time.monotonic() - start
         return Summary(
             steps=config.steps,
-            loss=self.last_loss,
+            loss=steplog.last_loss,
             accept_length=self.accept_lengths.get(config.steps),
             untrained_accept_length=self.accept_lengths.get(0),
-            tokens_per_s=(self.tokens - first_tokens) / elapsed,
+            tokens_per_s=(steplog.tokens - run.found.tokens) / elapsed,
             export=str(run.folder / "export"),
         )
+
+    def _save_due(self, step: int) -> bool:
+        """A checkpoint is due after `step` steps."""
+        every, last = self.run.config.checkpoint.every, self.run.config.steps
+        return step == last or bool(every and step % every == 0)
+
+    def _row_due(self, step: int) -> bool:
+        """A row is due after `step` steps.
+
+        Also before an evaluation or a checkpoint: both state the tokens so far, and a resumed run
+        starts with empty sums, so none may be left unwritten.
+        """
+        every = self.run.config.logging.every
+        evaluates = step in self.run.schedule.eval_steps
+        return step % every == 0 or evaluates or self._save_due(step)
+
+    def _saves_at(self, step: int) -> bool:
+        every = self.run.config.checkpoint.every
+        return step == self.run.config.steps or bool(every and step % every == 0)
+
+    def _logs_at(self, step: int) -> bool:
+        """Also before an evaluation and a checkpoint, so that their token counts are exact."""
+        due = step % self.run.config.logging.every == 0 or step in self.run.schedule.eval_steps
+        return due or self._saves_at(step)
 
     def _next_item(self) -> int:
         item = self.run.schedule.item_of(self.ordinal, self.sequence)
@@ -244,8 +263,10 @@ class DrafterWorker:
                     loss=self.loss,
                 )
             self.features.release(received)
-            self.window.sums += microbatch_sums(
-                result, inputs, weight_sum=host.weight_sum, num_tokens=host.num_tokens
+            self.steplog.add(
+                microbatch_sums(
+                    result, inputs, weight_sum=host.weight_sum, num_tokens=host.num_tokens
+                )
             )
         lr = config.optim.lr * lr_multiplier(
             step,
@@ -253,11 +274,11 @@ class DrafterWorker:
             warmup_share=config.optim.warmup_share,
             min_share=config.optim.min_lr_share,
         )
-        self.window.grad_norm = clip_gradients(self.model.parameters(), config.optim.max_grad_norm)
+        grad_norm = clip_gradients(self.model.parameters(), config.optim.max_grad_norm)
         set_lr(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=self.num_drafters == 1)
-        self.window.num_steps += 1
+        self.steplog.end_step(grad_norm)
         return lr
 
     def _scale(self, weight_sum: float) -> Tensor:
@@ -298,83 +319,13 @@ class DrafterWorker:
                 loss=self.loss,
             ).to_array()
             self.features.release(received)
-        self.window.lap(time.monotonic())  # evaluating is not training
+        self.steplog.not_training()
         total = torch.from_numpy(tally).to(self.world.device)
         # Who meets: all drafter ranks, after their share of the held-out batches.
         dist.all_reduce(total, group=self.world.drafter_group)
         result = AcceptTally.from_array(total.cpu().numpy())
         self.accept_lengths[step] = result.accept_length
-        if self.log is not None:
-            row = {
-                "step": step,
-                "tokens": self.tokens,
-                "heldout/accept_length": result.accept_length,
-                "heldout/standard_error": result.standard_error,
-                "heldout/documents": result.documents,
-            }
-            slots = enumerate(result.slot_acceptance(), start=1)
-            self.log.write(row | {f"heldout/slot_{k}": share for k, share in slots})
-
-    def _measure(self, step: int, lr: float) -> Pending:
-        """Sum the window over ranks and start its way to the host."""
-        window, device = self.window, self.world.device
-        assert window.grad_norm is not None
-        waited = torch.tensor([self.features.wait_s - window.wait_s], dtype=torch.float64)
-        window.wait_s = self.features.wait_s
-        values = torch.cat([window.sums, waited.to(device)])
-        # Who meets: all drafter ranks, at every logged step.
-        dist.all_reduce(values, group=self.world.drafter_group)
-        values = torch.cat([values, window.grad_norm.double().reshape(1)])
-        event = None
-        if device.type == "cuda":
-            on_host = torch.empty_like(values, device="cpu", pin_memory=True)
-            on_host.copy_(values, non_blocking=True)
-            values, event = on_host, torch.cuda.Event()
-            event.record()
-        pending = Pending(step, values, event, time.monotonic(), lr, window.num_steps)
-        window.restart()
-        return pending
-
-    def _write(self, pending: Pending | None) -> None:
-        """Write a row once the device has finished it."""
-        if pending is None:
-            return
-        finished_at = pending.measured_at
-        if pending.event is not None:
-            pending.event.synchronize()
-            finished_at = time.monotonic()
-        *sums, waited, grad_norm = pending.values.tolist()
-        metrics = step_metrics(sums)
-        self.tokens += metrics.num_tokens
-        self.last_loss = metrics.loss
-        elapsed = self.window.lap(finished_at)
-        if self.log is None:
-            return
-        row = {
-            "step": pending.step,
-            "tokens": self.tokens,
-            "train/loss": metrics.loss,
-            "train/accuracy": metrics.accuracy,
-            "train/accept_length": metrics.accept_length,
-            "optim/lr": pending.lr,
-            "optim/grad_norm": grad_norm,
-            "speed/tokens_per_s": metrics.num_tokens / elapsed,
-            "speed/step_s": elapsed / pending.num_steps,
-            "wait/target": self._target_wait() / pending.num_steps,
-            "wait/drafter": waited / self.num_drafters / pending.num_steps,
-        }
-        slots = enumerate(metrics.slot_accuracy, start=1)
-        self.log.write(row | {f"train/slot_{k}": share for k, share in slots})
-
-    def _target_wait(self) -> float:
-        """Mean seconds that target ranks have waited for a slot since the last row."""
-        topology = self.world.topology
-        if topology.colocated:
-            return 0.0
-        said = [float(self.control.said(f"wait/{r}") or 0.0) for r in topology.target_ranks]
-        total = float(np.mean(said))
-        since, self.window.target_wait_s = self.window.target_wait_s, total
-        return total - since
+        self.steplog.write_heldout(step, result)
 
     def _native_config(self) -> dict:
         run = self.run
@@ -391,7 +342,7 @@ class DrafterWorker:
             checkpoints,
             self.model,
             self.optimizer,
-            TrainerState(step, self.tokens, run.fingerprint()),
+            TrainerState(step, self.steplog.tokens, run.fingerprint()),
             native_config=self._native_config(),
             dtype=run.drafter_dtype,
             keep_last=run.config.checkpoint.keep_last,
@@ -403,25 +354,4 @@ class DrafterWorker:
             weights = self.model.state_dict()
             save_native(export, weights, self._native_config(), run.drafter_dtype)
         logger.info("saved %s, %.1f s", folder, time.monotonic() - start)
-        self.window.lap(time.monotonic())  # saving is not training
-
-
-class _Window:
-    """Sums since the last row of the log."""
-
-    def __init__(self, block_size: int, device: torch.device) -> None:
-        self.sums = empty_sums(block_size, device)
-        self.grad_norm: Tensor | None = None
-        self.num_steps = 0
-        self.wait_s = self.target_wait_s = 0.0
-        self._last = time.monotonic()
-
-    def restart(self) -> None:
-        """Begin a new row."""
-        self.sums = torch.zeros_like(self.sums)
-        self.num_steps = 0
-
-    def lap(self, now: float) -> float:
-        """Seconds from the last lap until `now`."""
-        elapsed, self._last = now - self._last, now
-        return elapsed
+        self.steplog.not_training()

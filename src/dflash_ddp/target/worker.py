@@ -39,9 +39,7 @@ class FeatureSource:
         if device.type == "cuda" if config.compile is None else config.compile:
             require_compiler()
             compile_layers(model)
-        self._target = Target(
-            model, run.found.capture_layers, max_row_tokens=config.row_tokens
-        )
+        self._target = Target(model, run.found.capture_layers, max_row_tokens=config.row_tokens)
         self._checked = False
         logger.info("target %s is loaded, %.0f s", config.path, time.monotonic() - start)
 

@@ -1,0 +1,153 @@
+"""From the sums of some steps to one row of the log, read from the device one step later.
+
+`StepLog` collects on the device; `measure` sums over the drafter ranks and starts the way to the host; `write` turns
+what has arrived into ratios. All drafter ranks take part in `measure`; the first of them owns the files.
+"""
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dflash_ddp.accept import AcceptTally
+from dflash_ddp.control import Control
+from dflash_ddp.drafter.metrics import empty_sums, step_metrics
+from dflash_ddp.runlog import RunLog
+from dflash_ddp.world import World
+
+
+class Pending(NamedTuple):
+    """A row that the device has still to finish."""
+
+    step: int
+    values: Tensor
+    event: torch.cuda.Event | None
+    measured_at: float
+    lr: float
+    num_steps: int
+
+
+class StepLog:
+    """Sums since the last row, and where rows go.
+
+    Attributes:
+        tokens: trained on so far, over all ranks, up to the last row written.
+        last_loss: of the last row.
+        num_steps: steps since the last row was measured.
+    """
+
+    def __init__(
+        self, world: World, control: Control, log: RunLog | None, *, block_size: int, tokens: int
+    ) -> None:
+        """Start with nothing collected; `log` is given on the first drafter rank."""
+        self.tokens = tokens
+        self.last_loss: float | None = None
+        self.num_steps = 0
+        self._world, self._control, self._log = world, control, log
+        self._sums = empty_sums(block_size, world.device)
+        self._grad_norm: Tensor | None = None
+        self._wait_s = self._target_wait_s = 0.0
+        self._lap_at = time.monotonic()
+        self._pending: Pending | None = None
+
+    def add(self, sums: Tensor) -> None:
+        """Collect a microbatch."""
+        self._sums += sums
+
+    def end_step(self, grad_norm: Tensor) -> None:
+        """A step is complete; its gradient norm before the clip."""
+        self._grad_norm = grad_norm
+        self.num_steps += 1
+
+    def not_training(self) -> None:
+        """What happened since the last row or call does not count as time of steps."""
+        self._lap(time.monotonic())
+
+    def measure(self, step: int, *, lr: float, wait_s: float) -> None:
+        """Sum over ranks and start the way to the host; writes the row measured before.
+
+        Args:
+            step: optimizer steps that are complete.
+            lr: learning rate of the last of them.
+            wait_s: seconds that this rank has waited for features since the run began.
+        """
+        assert self._grad_norm is not None
+        device = self._world.device
+        waited = torch.tensor([wait_s - self._wait_s], dtype=torch.float64)
+        self._wait_s = wait_s
+        values = torch.cat([self._sums, waited.to(device)])
+        # Who meets: all drafter ranks, at the same steps; one that fails ends the job.
+        dist.all_reduce(values, group=self._world.drafter_group)
+        values = torch.cat([values, self._grad_norm.double().reshape(1)])
+        event = None
+        if device.type == "cuda":
+            on_host = torch.empty_like(values, device="cpu", pin_memory=True)
+            on_host.copy_(values, non_blocking=True)
+            values, event = on_host, torch.cuda.Event()
+            event.record()
+        self.write()
+        self._pending = Pending(step, values, event, time.monotonic(), lr, self.num_steps)
+        self._sums, self.num_steps = torch.zeros_like(self._sums), 0
+
+    def write(self) -> None:
+        """Write the measured row, if there is one, once the device has finished it."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        finished_at = pending.measured_at
+        if pending.event is not None:
+            pending.event.synchronize()
+            finished_at = time.monotonic()
+        *sums, waited, grad_norm = pending.values.tolist()
+        metrics = step_metrics(sums)
+        self.tokens += metrics.num_tokens
+        self.last_loss = metrics.loss
+        elapsed = self._lap(finished_at)
+        if self._log is None:
+            return
+        row = {
+            "step": pending.step,
+            "tokens": self.tokens,
+            "train/loss": metrics.loss,
+            "train/accuracy": metrics.accuracy,
+            "train/accept_length": metrics.accept_length,
+            "optim/lr": pending.lr,
+            "optim/grad_norm": grad_norm,
+            "speed/tokens_per_s": metrics.num_tokens / elapsed,
+            "speed/step_s": elapsed / pending.num_steps,
+            "wait/target": self._target_wait() / pending.num_steps,
+            "wait/drafter": waited / len(self._world.topology.drafter_ranks) / pending.num_steps,
+        }
+        slots = enumerate(metrics.slot_accuracy, start=1)
+        self._log.write(row | {f"train/slot_{k}": share for k, share in slots})
+
+    def write_heldout(self, step: int, tally: AcceptTally) -> None:
+        """Write the row of an evaluation."""
+        if self._log is None:
+            return
+        row = {
+            "step": step,
+            "tokens": self.tokens,
+            "heldout/accept_length": tally.accept_length,
+            "heldout/standard_error": tally.standard_error,
+            "heldout/documents": tally.documents,
+        }
+        slots = enumerate(tally.slot_acceptance(), start=1)
+        self._log.write(row | {f"heldout/slot_{k}": share for k, share in slots})
+
+    def _target_wait(self) -> float:
+        """Mean seconds that target ranks have waited for a slot since the last row."""
+        topology = self._world.topology
+        if topology.colocated:
+            return 0.0
+        said = [float(self._control.said(f"wait/{r}") or 0.0) for r in topology.target_ranks]
+        total = float(np.mean(said))
+        since, self._target_wait_s = self._target_wait_s, total
+        return total - since
+
+    def _lap(self, now: float) -> float:
+        elapsed, self._lap_at = now - self._lap_at, now
+        return elapsed
