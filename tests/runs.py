@@ -39,12 +39,13 @@ class Ended(NamedTuple):
 class Running:
     """A command at work."""
 
-    def __init__(self, command: list[str], output: Path) -> None:
+    def __init__(self, command: list[str], output: Path, first_on_path: Path | None) -> None:
         self.mark = f"{_MARK}={uuid.uuid4().hex}"
         name, _, value = self.mark.partition("=")
         own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
         env = {key: text for key, text in os.environ.items() if key not in own}
-        env |= {name: value, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+        path = [str(folder) for folder in (first_on_path, SOURCE) if folder]
+        env |= {name: value, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
         env |= {"RES_OPTIONS": "timeout:1 attempts:1"}
         self._output = output
         self._start = time.monotonic()
@@ -95,14 +96,20 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(num_processes: int | None, overrides: list[str]) -> Iterator[Running]:
-    """The command at work: under torchrun, or by itself if `num_processes` is None."""
+def running(
+    num_processes: int | None, overrides: list[str], *, first_on_path: Path | None = None
+) -> Iterator[Running]:
+    """The command at work: under torchrun, or by itself if `num_processes` is None.
+
+    first_on_path: a folder of modules that its processes find before all others.
+    """
     torchrun: list[str] = []
     if num_processes is not None:
         torchrun = ["-m", "torch.distributed.run", "--standalone"]
         torchrun += ["--nproc_per_node", str(num_processes)]
     with tempfile.TemporaryDirectory() as folder:
-        command = Running([sys.executable, *torchrun, *MODULE, *overrides], Path(folder) / "output")
+        words = [sys.executable, *torchrun, *MODULE, *overrides]
+        command = Running(words, Path(folder) / "output", first_on_path)
         try:
             yield command
         finally:
@@ -110,10 +117,15 @@ def running(num_processes: int | None, overrides: list[str]) -> Iterator[Running
 
 
 def run(
-    num_processes: int | None, overrides: list[str], *, limit_s: float = 90.0, code: int | None = 0
+    num_processes: int | None,
+    overrides: list[str],
+    *,
+    limit_s: float = 90.0,
+    code: int | None = 0,
+    first_on_path: Path | None = None,
 ) -> Ended:
     """Run the command to its end. `code`: the exit code it must have; None: any but 0."""
-    with running(num_processes, overrides) as command:
+    with running(num_processes, overrides, first_on_path=first_on_path) as command:
         ended = command.wait(limit_s)
         assert ended.code == code if code is not None else ended.code, ended.output
         assert not command.pids(), f"processes are left over:\n{ended.output}"

@@ -263,24 +263,68 @@ def test_killed_rank_ends_all_and_is_named(material, rank):
 # Settings that cannot work.
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("optim.lr_=1e-3", "optim.lr_"),
-        ("+unknown=1", "unknown=1 is no setting"),
-        ("+drafter.blocksize=8", "did you mean drafter.block_size?"),
-        ("steps=many", "steps: Value 'many' of type 'str' could not be converted to Integer"),
-        ("logging.wandb=on", "logging.wandb: Invalid value"),
-        ("tokens_per_batch=1000", "tokens_per_batch=1000 must be a multiple of 128"),
-        (
-            "split=colocated",
-            "split.colocated=true needs split.targets=",
-        ),
-        ("batches_per_step=4", "batches_per_step=4 must be a multiple of split.drafters=3"),
-    ],
-)
-def test_bad_setting_is_named_once_before_anything_is_loaded(override, expected):
-    ended = run(None, [override], limit_s=20, code=None)
+BAD = {
+    "typo": ("optim.lr_=1e-3", "Key 'lr_' not in 'OptimConfig'"),
+    "added": ("+unknown=1", "unknown=1 is no setting"),
+    "added typo": ("+drafter.blocksize=8", "did you mean drafter.block_size?"),
+    "no number": ("steps=many", "Value 'many' of type 'str' could not be converted to Integer"),
+    "no choice": ("logging.wandb=on", "expected one of [online, offline, disabled]"),
+    "bound": ("tokens_per_batch=1000", "tokens_per_batch=1000 must be a multiple of 128"),
+    "combination": ("batches_per_step=4", "4 must be a multiple of split.drafters=3"),
+    "colocated": (
+        "split.colocated=true",
+        "split.colocated=true needs split.targets=5 equal to split.drafters=3",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_setting_is_named_once_before_anything_is_loaded(case):
+    override, expected = BAD[case]
+    ended = run(None, [override], limit_s=30, code=None)
     assert ended.output.count(expected) == 1, ended.output
     assert "Traceback" not in ended.output
     assert ended.seconds < 10
+
+
+@pytest.fixture(scope="session", params=[1, 0], ids=["rank 1 late", "rank 0 late"])
+def late(request, tmp_path_factory) -> Path:
+    """Something to import that makes one rank reach everything after the other.
+
+    torchrun ends all ranks when the first one has failed, whether it has said why or not.
+    """
+    folder = tmp_path_factory.mktemp("late")
+    (folder / "sitecustomize.py").write_text(
+        f"import os, time\ntime.sleep(1.0 if os.environ.get('RANK') == '{request.param}' else 0)\n"
+    )
+    return folder
+
+
+@pytest.mark.parametrize("case", ["typo", "added", "world size"])
+def test_ranks_that_find_the_same_problem_say_it_once(material, late, case):
+    override, expected = BAD.get(case, ("split=5t3d", "use split.targets=1 split.drafters=1 (or"))
+    overrides = material.overrides("bad", "split=1t1d", override)
+    ended = run(2, overrides, limit_s=40, code=None, first_on_path=late)
+    assert ended.output.count(expected) == 1, ended.output
+    if case != "typo":  # Hydra's own code is 1
+        assert "exitcode  : 2 " in ended.output
+    assert ended.seconds < 20
+    assert not material.output("bad").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("target.path=nowhere/target", "target.path='nowhere/target'"),
+        ("data.path=nowhere.jsonl", "data.path=nowhere.jsonl: no such file"),
+        ("target.capture_layers=[1,9]", "target.capture_layers"),
+    ],
+    ids=["no target", "no data", "no such layer"],
+)
+def test_what_rank_0_finds_before_weights_are_loaded_is_said_once(material, override, expected):
+    overrides = material.overrides("bad", "split=1t1d", override)
+    ended = run(2, overrides, limit_s=40, code=None)
+    assert ended.output.count(expected) == 1, ended.output
+    assert "is loaded" not in ended.output
+    assert "in exit_on_error" not in ended.output, "a traceback says nothing about a setting"
+    assert ended.seconds < 30

@@ -171,21 +171,6 @@ class DrafterWorker:
             export=str(run.folder / "export"),
         )
 
-    def _save_due(self, step: int) -> bool:
-        """A checkpoint is due after `step` steps."""
-        every, last = self.run.config.checkpoint.every, self.run.config.steps
-        return step == last or bool(every and step % every == 0)
-
-    def _row_due(self, step: int) -> bool:
-        """A row is due after `step` steps.
-
-        Also before an evaluation or a checkpoint: both state the tokens so far, and a resumed run
-        starts with empty sums, so none may be left unwritten.
-        """
-        every = self.run.config.logging.every
-        evaluates = step in self.run.schedule.eval_steps
-        return step % every == 0 or evaluates or self._save_due(step)
-
     def _saves_at(self, step: int) -> bool:
         every = self.run.config.checkpoint.every
         return step == self.run.config.steps or bool(every and step % every == 0)
