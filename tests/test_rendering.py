@@ -1,7 +1,9 @@
 """Masks against an oracle that serves: ids of the prompt alone, then the ids generated after it."""
 
+import functools
 import pickle
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from dflash_ddp.data.conversation import Conversation
+from dflash_ddp.data.reading import Conversation
 from dflash_ddp.data.rendering import CUT_OFF, TOO_FEW, Renderer, RenderSettings, render_row
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>"]
@@ -162,6 +164,9 @@ def make_renderer(tokenizer, *, mode=None, eos_ids=EOS_IDS, max_length=10_000) -
     return Renderer(tokenizer, RenderSettings(mode, frozenset(eos_ids), max_length))
 
 
+cached_renderer = functools.cache(make_renderer)
+
+
 def chat(*turns: str, start: str = "user", system: str | None = None) -> list[dict]:
     """Turns of user and assistant in alternation."""
     roles = ["user", "assistant"] if start == "user" else ["assistant", "user"]
@@ -204,7 +209,10 @@ def supervised(documents) -> list[tuple]:
 
 
 def render(tokenizer, messages, tools=None, **options):
-    return render_row(make_renderer(tokenizer, **options), Conversation(messages, tools))
+    """Documents and refusals of a row."""
+    renderer = cached_renderer(tokenizer, **options)
+    documents, rejected = render_row(renderer, Conversation(messages, tools))
+    return SimpleNamespace(documents=documents, rejected=rejected)
 
 
 def random_chat(rng: random.Random, *, thinking: bool) -> list[dict]:
@@ -301,11 +309,6 @@ def test_what_the_prompt_supplies_is_no_label(tokenizers):
     assert tokenizer.decode(supervised([document])[0][1]).startswith("<think>")
 
 
-def test_modes_give_other_prompts(tokenizers):
-    off, on = (render(tokenizers["qwen3"], chat("q", "a b"), mode=mode) for mode in (False, True))
-    assert supervised(off.documents)[0][0] != supervised(on.documents)[0][0]
-
-
 def test_an_answer_that_the_prompt_excludes_is_refused(tokenizers):
     """Thinking in the data, no thinking in the mode: no server would have given this answer."""
     messages = chat("q", "<think>\nt\n</think>\n\na b")
@@ -317,27 +320,10 @@ def test_an_answer_that_the_prompt_excludes_is_refused(tokenizers):
     assert len(result.documents) == len(result.rejected) == 1
 
 
-def test_the_span_ends_with_the_end_of_turn(tokenizers):
-    for name, eos in (("plain", IM_END), ("last_differs", END_OF_TEXT), ("closing", IM_END)):
-        for _, answer in supervised(render(tokenizers[name], chat("q", "a b")).documents):
-            assert answer[-1] == eos
-            assert sum(token in EOS_IDS for token in answer) == 1
-
-
 def test_a_control_token_in_an_answer_ends_it_as_it_would_end_serving(tokenizers):
     (document,) = render(tokenizers["plain"], chat("q", "one<|endoftext|>two")).documents
     ((_, answer),) = supervised([document])
     assert tokenizers["plain"].decode(answer) == "one<|endoftext|>"
-
-
-def test_no_second_bos_and_ids_of_apply_chat_template(tokenizers):
-    tokenizer = tokenizers["bos"]
-    assert tokenizer("x")["input_ids"][0] == 3  # the tokenizer would add one
-    messages = chat("q", "a b", "q", "c d")
-    (document,) = render(tokenizer, messages).documents
-    assert document.ids.tolist() == ids_of(tokenizer, messages)
-    assert document.ids.tolist().count(3) == 1
-    assert document.ids.tolist().count(IM_END) == 4
 
 
 @pytest.mark.parametrize("trim", [True, False])
@@ -373,7 +359,7 @@ def test_end_tokens_that_swallow_spaces():
     tokenizer = make_tokenizer(PLAIN.replace("<|im_end|>", "<|end|>"))
     tokenizer.add_tokens([AddedToken("<|end|>", rstrip=True, special=True)], special_tokens=True)
     eos = tokenizer.convert_tokens_to_ids("<|end|>")
-    result = render(tokenizer, chat("q", "a b", "q", "c d"), eos_ids={eos})
+    result = render(tokenizer, chat("q", "a b", "q", "c d"), eos_ids=frozenset({eos}))
     (document,) = result.documents
     runs = supervised([document])
     assert len(runs) == 2
@@ -400,11 +386,11 @@ def test_cut_at_max_length(tokenizers, name, mode):
         assert document.truncated == (max_length < len(whole.ids))
 
 
-def test_answers_behind_the_cut_are_named(tokenizers):
+def test_answers_behind_the_cut_cost_no_other(tokenizers):
     messages = chat("q", "a b c", "q " * 30, "d e f")
     result = render(tokenizers["plain"], messages, max_length=20)
     assert len(supervised(result.documents)) == 1
-    assert [rejected.reason for rejected in result.rejected] == [CUT_OFF]
+    assert result.documents[0].truncated
 
 
 def test_short_and_late_answers(tokenizers):
@@ -412,28 +398,21 @@ def test_short_and_late_answers(tokenizers):
     tokenizer = tokenizers["plain"]
     (document,) = render(tokenizer, chat("q " * 200, "x")).documents
     assert document.loss_mask.sum() == 2
-    result = render(tokenizer, chat("q", ""))
-    assert result.documents == []
-    assert result.rejected[0].reason == TOO_FEW
-    result = render(tokenizer, chat("q", "", "q", "", "q", ""))
-    assert [rejected.reason for rejected in result.rejected] == [TOO_FEW] * 3
+    for turns in (("q", ""), ("q", "", "q", "", "q", "")):
+        result = render(tokenizer, chat(*turns))
+        assert result.documents == []
+        assert [rejected.reason for rejected in result.rejected] == [TOO_FEW]
     assert len(render(tokenizer, chat("q", "", "q", "x")).documents) == 1
 
 
-REFUSED = {
-    "system only": [{"role": "system", "content": "s"}],
-    "user only": chat("q"),
-    "assistant only": chat("a b", start="assistant"),
-    "assistant first": chat("a b", "q", start="assistant"),
-}
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("kind", REFUSED)
-def test_rows_that_no_template_can_use(tokenizers, name, kind):
-    result = render(tokenizers[name], REFUSED[kind])
-    assert result.documents == []
-    assert result.rejected[0].reason in ("no assistant turn", "the answer has no prompt")
+def test_rows_that_no_template_can_use(tokenizers, name):
+    reasons = []
+    for messages in ([], chat(system="s"), chat("q"), chat("a b", "q", start="assistant")):
+        result = render(tokenizers[name], messages)
+        assert result.documents == []
+        reasons += [rejected.reason for rejected in result.rejected]
+    assert reasons == ["no assistant turn"] * 3 + ["the answer has no prompt"]
 
 
 def test_refusals_of_the_template_carry_its_message(tokenizers):
@@ -454,33 +433,25 @@ def served_last(tokenizer, messages):
     return [(tuple(prompt), tuple(whole[len(prompt) : whole.index(IM_END, len(prompt)) + 1]))]
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "raise_exception('no')",
-        "messages[9].x.y",
-        "messages[0].content + 1",
-        "''.join(1)",
-        "{}.pop('k')",
-        "[].pop()",
-        "'%d' % 'a'",
-        "undefined()",
-        "1 | items | list",
-    ],
-)
+EXPRESSIONS = [
+    *("raise_exception('no')", "messages[9].x.y", "messages[0].content + 1", "''.join(1)"),
+    *("{}.pop('k')", "[].pop()", "'%d' % 'a'", "undefined()", "1 | items | list"),
+]
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_whatever_a_template_raises_stays_in_its_row(expression):
-    tokenizer = make_tokenizer(PLAIN + "{% if messages[0].content == 'bad' %}{{ " + expression
-                               + " }}{% endif %}")  # fmt: skip
-    renderer = make_renderer(tokenizer)
-    result = render_row(renderer, Conversation(chat("bad", "a b")))
+    check = f"{{% if messages[0].content == 'bad' %}}{{{{ {expression} }}}}{{% endif %}}"
+    tokenizer = make_tokenizer(PLAIN + check)
+    result = render(tokenizer, chat("bad", "a b"))
     assert result.documents == []
     assert result.rejected[0].reason.startswith("template: ")
-    assert len(render_row(renderer, Conversation(chat("good", "a b"))).documents) == 1
+    assert len(render(tokenizer, chat("good", "a b")).documents) == 1
 
 
 def test_an_end_of_turn_that_is_not_in_the_render_is_refused(tokenizers):
     """Wrong eos ids must not silently leave the end of turn untrained."""
-    result = render(tokenizers["plain"], chat("q", "a b"), eos_ids={END_OF_TEXT})
+    result = render(tokenizers["plain"], chat("q", "a b"), eos_ids=frozenset({END_OF_TEXT}))
     assert result.documents == []
     assert "no end-of-turn token" in result.rejected[0].reason
 
@@ -509,26 +480,12 @@ def test_tools_reach_the_template_and_arguments_stay_as_they_are(tokenizers):
     assert supervised(result.documents) == served(tokenizer, [*chat("q"), answer], False, tools)
 
 
-def test_few_renders(tokenizers, monkeypatch):
-    """Two renders an answer: its prompt and itself."""
-    renderer = make_renderer(tokenizers["plain"])
-    calls = []
-    real = Renderer.render
-    monkeypatch.setattr(Renderer, "render", lambda *a, **k: calls.append(1) or real(*a, **k))
-    render_row(renderer, Conversation(chat("q", "a")))
-    assert len(calls) == 2
-    render_row(renderer, Conversation(chat("q", "a", "q", "b", "q", "c")))
-    assert len(calls) == 8
-
-
 def test_a_renderer_refuses_what_it_cannot_work_with():
     tokenizer = make_tokenizer(PLAIN)
     with pytest.raises(ValueError, match="eos_ids"):
         make_renderer(tokenizer, eos_ids={10_000})
     with pytest.raises(ValueError, match="eos_ids"):
         make_renderer(tokenizer, eos_ids=())
-    with pytest.raises(ValueError, match="max_length"):
-        make_renderer(tokenizer, max_length=1)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chat template"):
         make_renderer(tokenizer)

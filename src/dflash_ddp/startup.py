@@ -29,8 +29,7 @@ from dflash_ddp.config import Config, ConfigError, Device, Dtype, resolved
 from dflash_ddp.control import Control
 from dflash_ddp.data.packing import Packing, packed_batch
 from dflash_ddp.data.rendering import RenderSettings
-from dflash_ddp.data.report import format_report
-from dflash_ddp.data.store import DocumentStore, prepare
+from dflash_ddp.data.store import DocumentStore, format_report, prepare
 from dflash_ddp.drafter.model import DrafterShape
 from dflash_ddp.export import drafter_shape
 from dflash_ddp.schedule import Kind, Schedule, StreamItem, evaluation_steps

@@ -7,11 +7,14 @@
 A run is two programs: target ranks stream context features, drafter ranks learn from them.
 """
 
+import io
 import os
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -28,33 +31,61 @@ if TYPE_CHECKING:  # settings are checked before torch is loaded
 
 CONF_DIR = Path(__file__).resolve().parent / "conf"
 USER_ERROR = 2  # exit code when settings cannot work
+RANK_0_FIRST_S = 10.0  # what every rank finds is said by rank 0, and only if it does not, by others
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="train")
 def main(tree: DictConfig) -> None:
     """Compose, check, and become a rank or start the ranks."""
-    rank = os.environ.get("RANK")
+    sys.stderr = sys.__stderr__  # `start` may have held Hydra's words back
     try:
         config = parse(tree)
     except ConfigError as error:
-        refuse(error, speaks=rank in (None, "0"))
-    if rank is None:
+        refuse(error)
+    if "RANK" not in os.environ:
         relaunch(config)
     elif HydraConfig.get().mode is RunMode.MULTIRUN:
-        refuse(
-            ConfigError("--multirun under torchrun would mix jobs; use python -m dflash_ddp.train"),
-            speaks=rank == "0",
-        )
+        refuse("--multirun under torchrun would mix jobs; use python -m dflash_ddp.train")
     else:
         run_rank(config)
 
 
-def refuse(error: ConfigError, *, speaks: bool) -> None:
-    """Print each problem on a line of its own and end."""
-    if speaks:
-        for line in str(error).splitlines():
-            sys.stderr.write(f"dflash_ddp: {line}\n")
+def start() -> None:
+    """`main`; what Hydra itself refuses is said once, too."""
+    held_back = io.StringIO()
+    if os.environ.get("RANK", "0") != "0":
+        sys.stderr = held_back
+    try:
+        main()
+    finally:
+        if sys.stderr is held_back:  # Hydra did not come as far as `main`
+            sys.stderr = sys.__stderr__
+            if held_back.getvalue():
+                let_rank_0_speak()
+                sys.stderr.write(held_back.getvalue())
+
+
+def let_rank_0_speak() -> None:
+    """Wait, on other ranks: torchrun ends all of them as soon as one has failed.
+
+    So whoever finds what all find must not fail before rank 0 has said it, and then is ended here.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(RANK_0_FIRST_S)
+
+
+def refuse(error: ConfigError | ValueError | str) -> NoReturn:
+    """End because of settings, as every rank does that sees them."""
+    let_rank_0_speak()
+    tell(error)
     raise SystemExit(USER_ERROR)
+
+
+def tell(error: ConfigError | ValueError | str) -> None:
+    """Print each problem on a line of its own."""
+    for line in str(error).splitlines():
+        sys.stderr.write(f"dflash_ddp: {line}\n")
+    sys.stderr.flush()
 
 
 def relaunch(config: Config) -> None:
@@ -90,7 +121,7 @@ def run_rank(config: Config) -> None:
             local_world_size=launch.local_world_size,
         )
     except ValueError as error:
-        refuse(ConfigError(str(error)), speaks=launch.rank == 0)
+        refuse(error)
     setup_logging(
         rank=launch.rank, role=topology.role(launch.rank), verbose=topology.speaks(launch.rank)
     )
@@ -101,7 +132,7 @@ def run_rank(config: Config) -> None:
 
         store = JobStore(launch)
         control = Control(store, launch, topology, heartbeat_timeout_s=config.heartbeat_timeout_s)
-        handler.publish = control.fail
+        handler.publish = partial(end_job, control)
         run = prepare_run(config, launch, control)
         control.phase("connect")
         world = init_world(
@@ -120,6 +151,14 @@ def run_rank(config: Config) -> None:
             sys.stdout.flush()
         close_world(world)
         control.close()
+
+
+def end_job(control: "Control", error: BaseException) -> NoReturn:
+    """End all ranks. A problem with settings is printed by the rank that found it, and only there."""
+    if isinstance(error, ConfigError):
+        tell(error)
+        control.abort(f"{control.topology.describe(control.rank)} refuses the settings")
+    control.fail(error)
 
 
 def play_roles(run: "Run", world: "World", control: "Control") -> str | None:
@@ -171,4 +210,4 @@ def summary_text(summary: "Summary") -> str:
 
 
 if __name__ == "__main__":
-    main()
+    start()

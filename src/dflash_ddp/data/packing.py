@@ -16,7 +16,6 @@ works it out alone and a resumed run needs only a number.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from dataclasses import dataclass
 from threading import RLock
 from typing import TYPE_CHECKING
 
@@ -32,41 +31,25 @@ LINEAR_COST = 32768
 
 A document of n tokens is taken to cost n * LINEAR_COST + n * n. Counting operations, the length is
 parameters / (full-attention layers * query width): 48k for Qwen3-8B, and more for hybrid targets.
-Attention runs below the speed of plain matrix products, so the default is somewhat lower."""
+Attention runs below the speed of plain matrix products, so this is somewhat lower."""
 
 _WINDOW_BATCHES = 64  # packed together; of these a part of one stays unfilled
 _KEPT_EPOCHS = 2  # around the border between two epochs both are asked for
-_BIN_BITS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class _Batches:
-    """Batches end to end: `documents[starts[i]:starts[i + 1]]` are those of batch i."""
-
-    documents: np.ndarray
-    starts: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def __getitem__(self, batch: int) -> np.ndarray:
-        return self.documents[self.starts[batch] : self.starts[batch + 1]]
 
 
 class Packing:
     """The endless sequence of batches over documents of the given lengths.
 
     Args:
-        lengths: int [num_documents], tokens of each document.
+        lengths: int [num_documents], tokens of each document, none empty.
         tokens_per_batch: the token budget S.
         batches_per_step: size of the groups of like cost; step s is batches
             s * batches_per_step and following.
         seed: of the order of documents; not negative.
         shuffle: False packs in document order, each epoch alike, without groups (held-out data).
-        linear_cost: see `LINEAR_COST`.
 
     Raises:
-        ValueError: no documents, an empty one, one longer than the budget, or a bad number.
+        ValueError: no documents, or one longer than the budget.
     """
 
     def __init__(
@@ -77,50 +60,47 @@ class Packing:
         batches_per_step: int,
         seed: int,
         shuffle: bool = True,
-        linear_cost: int = LINEAR_COST,
     ) -> None:
         self._lengths = np.ascontiguousarray(lengths, dtype=np.int64)
-        _check(self._lengths, tokens_per_batch, batches_per_step, seed)
+        if len(self._lengths) == 0:
+            raise ValueError("there are no documents to pack")
+        longest = int(self._lengths.argmax())
+        if self._lengths[longest] > tokens_per_batch:
+            raise ValueError(
+                f"document {longest} has {self._lengths[longest]} tokens, more than "
+                f"tokens_per_batch={tokens_per_batch}; raise it or lower max_length"
+            )
         self._tokens_per_batch = tokens_per_batch
         self._batches_per_step = batches_per_step
         self._seed = seed
         self._shuffle = shuffle
-        self._linear_cost = linear_cost
         self._first_batches = [0]  # of each epoch so far known, and of the one behind them
-        self._epochs: dict[int, _Batches] = {}
+        self._epochs: dict[int, list[np.ndarray]] = {}
         self._lock = RLock()  # a thread that reads ahead may ask as well
 
     def documents(self, batch: int) -> np.ndarray:
         """int64 [d], the documents of batch `batch`, counted from 0 over all epochs."""
-        if batch < 0:
-            raise ValueError(f"batch={batch} must not be negative")
         epoch = self.epoch(batch)
-        return self._ordered(epoch)[batch - self._first_batches[epoch]]
+        return self._batches(epoch)[batch - self._first_batches[epoch]]
 
     def epoch(self, batch: int) -> int:
         """The epoch that batch `batch` belongs to."""
         while self._first_batches[-1] <= batch:
-            self._ordered(len(self._first_batches) - 1)
+            self._batches(len(self._first_batches) - 1)
         return bisect_right(self._first_batches, batch) - 1
 
     def num_batches_per_epoch(self, epoch: int) -> int:
         """Batches of this epoch; with shuffling it may differ a little from epoch to epoch."""
-        return len(self._ordered(epoch))
+        return len(self._batches(epoch))
 
-    def fill(self, epoch: int) -> float:
-        """Part of the token budget that this epoch's batches use, 0..1."""
-        return float(
-            self._lengths.sum() / (self.num_batches_per_epoch(epoch) * self._tokens_per_batch)
-        )
-
-    def _ordered(self, epoch: int) -> _Batches:
+    def _batches(self, epoch: int) -> list[np.ndarray]:
         """The batches of an epoch in their final order; kept for the last epochs asked for."""
         with self._lock:
             if epoch not in self._epochs:
                 # Where its steps begin depends on the number of batches before: these come first.
                 for earlier in range(len(self._first_batches) - 1, epoch):
-                    self._ordered(earlier)
-                batches = self._pack(epoch)
+                    self._batches(earlier)
+                batches = self._packed(epoch)
                 if len(self._first_batches) == epoch + 1:
                     self._first_batches.append(self._first_batches[epoch] + len(batches))
                 self._epochs[epoch] = batches
@@ -128,19 +108,18 @@ class Packing:
                     del self._epochs[next(iter(self._epochs))]
             return self._epochs[epoch]
 
-    def _pack(self, epoch: int) -> _Batches:
+    def _packed(self, epoch: int) -> list[np.ndarray]:
         if not self._shuffle:
             return _pack_in_order(self._lengths, self._tokens_per_batch)
         # Raw words of the generator: unlike `permutation`, no release of numpy may change them.
         random = np.random.PCG64(np.random.SeedSequence([self._seed, epoch]))
         order = np.argsort(random.random_raw(len(self._lengths)), kind="stable")
-        packed = _pack_best_fit(order, self._lengths, self._tokens_per_batch)
-        costs = self._lengths * (self._linear_cost + self._lengths)
-        costs_of_batches = np.add.reduceat(costs[packed.documents], packed.starts[:-1])
-        by_cost = np.argsort(costs_of_batches, kind="stable")
+        batches = _pack_best_fit(order, self._lengths, self._tokens_per_batch)
+        costs = self._lengths * (LINEAR_COST + self._lengths)
+        by_cost = np.argsort([costs[batch].sum() for batch in batches], kind="stable")
         head = -self._first_batches[epoch] % self._batches_per_step
         order = _order_groups(by_cost, self._batches_per_step, head=head, random=random)
-        return _reordered(packed, order)
+        return [batches[number] for number in order]
 
 
 def packed_batch(store: "DocumentStore", document_ids: np.ndarray, index: int) -> PackedBatch:
@@ -157,67 +136,46 @@ def packed_batch(store: "DocumentStore", document_ids: np.ndarray, index: int) -
     )
 
 
-def _check(lengths: np.ndarray, tokens_per_batch: int, batches_per_step: int, seed: int) -> None:
-    if len(lengths) == 0:
-        raise ValueError("there are no documents to pack")
-    if tokens_per_batch < 1 or batches_per_step < 1 or seed < 0:
-        raise ValueError(
-            f"tokens_per_batch={tokens_per_batch} and batches_per_step={batches_per_step} must be "
-            f"positive, seed={seed} not negative"
-        )
-    longest, shortest = int(lengths.argmax()), int(lengths.argmin())
-    if lengths[longest] > tokens_per_batch:
-        raise ValueError(
-            f"document {longest} has {lengths[longest]} tokens, more than "
-            f"tokens_per_batch={tokens_per_batch}; raise it or lower max_length"
-        )
-    if lengths[shortest] < 1:
-        raise ValueError(f"document {shortest} is empty")
-
-
-def _pack_in_order(lengths: np.ndarray, tokens_per_batch: int) -> _Batches:
+def _pack_in_order(lengths: np.ndarray, tokens_per_batch: int) -> list[np.ndarray]:
     ends = np.cumsum(lengths)
     starts = [0]
     while starts[-1] < len(lengths):
         before = ends[starts[-1] - 1] if starts[-1] else 0
         starts.append(int(np.searchsorted(ends, before + tokens_per_batch, side="right")))
-    return _Batches(np.arange(len(lengths)), np.array(starts))
+    return np.split(np.arange(len(lengths)), starts[1:-1])
 
 
-def _pack_best_fit(order: np.ndarray, lengths: np.ndarray, tokens_per_batch: int) -> _Batches:
+def _pack_best_fit(
+    order: np.ndarray, lengths: np.ndarray, tokens_per_batch: int
+) -> list[np.ndarray]:
     """Pack windows of consecutive documents of `order`, each by best fit with the longest first."""
     # A little less than whole batches, or many windows would need one more for a few documents.
     window_tokens = _WINDOW_BATCHES * tokens_per_batch - tokens_per_batch // 4
     windows = (np.cumsum(lengths[order]) - 1) // window_tokens
     # By window, then by falling length; the sort is stable, so ties keep the random order.
     order = order[np.lexsort((-lengths[order], windows))]
-    borders = np.flatnonzero(np.diff(windows)) + 1
-    bins = np.empty(len(order), dtype=np.int64)
-    first_bin = 0
-    for start, stop in zip([0, *borders], [*borders, len(order)], strict=True):
-        window_bins = _best_fit(lengths[order[start:stop]].tolist(), tokens_per_batch)
-        bins[start:stop] = np.array(window_bins) + first_bin
-        first_bin = int(bins[start:stop].max()) + 1
-    starts = np.concatenate([[0], np.cumsum(np.bincount(bins))])
-    return _Batches(order[np.argsort(bins, kind="stable")], starts)
+    batches = []
+    for window in np.split(order, np.flatnonzero(np.diff(windows)) + 1):
+        bins = np.array(_best_fit(lengths[window].tolist(), tokens_per_batch))
+        by_bin = window[np.argsort(bins, kind="stable")]
+        batches += np.split(by_bin, np.cumsum(np.bincount(bins))[:-1])
+    return batches
 
 
 def _best_fit(lengths: list[int], tokens_per_batch: int) -> list[int]:
-    """The bin of each document; lengths fall. Room and number of a bin share a sortable integer."""
-    rooms: list[int] = []
+    """The bin of each document: the fullest that still has room, else a new one."""
+    rooms: list[tuple[int, int]] = []  # room and number of each bin, least room first
     bins = []
     num_bins = 0
-    shortest = lengths[-1]
     for length in lengths:
-        at = bisect_left(rooms, length << _BIN_BITS)
+        at = bisect_left(rooms, (length, 0))
         if at < len(rooms):
-            room, number = divmod(rooms.pop(at), 1 << _BIN_BITS)
+            room, number = rooms.pop(at)
         else:
             room, number = tokens_per_batch, num_bins
             num_bins += 1
         bins.append(number)
-        if room - length >= shortest:
-            insort(rooms, (room - length) << _BIN_BITS | number)
+        insort(rooms, (room - length, number))
     return bins
 
 
@@ -238,11 +196,3 @@ def _order_groups(
     inside = random.random_raw(groups.size).reshape(groups.shape)
     groups = np.take_along_axis(groups, np.argsort(inside, axis=1, kind="stable"), axis=1)
     return np.concatenate([loose[:head], groups.ravel(), loose[head:]])
-
-
-def _reordered(batches: _Batches, order: np.ndarray) -> _Batches:
-    sizes = np.diff(batches.starts)[order]
-    starts = np.concatenate([[0], np.cumsum(sizes)])
-    # Each new place looks back to where its batch stood: old start + distance from the new start.
-    places = np.repeat(batches.starts[:-1][order] - starts[:-1], sizes) + np.arange(starts[-1])
-    return _Batches(batches.documents[places], starts)

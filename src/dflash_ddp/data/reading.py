@@ -1,72 +1,70 @@
-"""Rows of text from files or from a hub, unparsed and in a fixed order.
+"""Rows of text, from files or from a hub, as conversations in a fixed order.
 
 In: `data.path`: a JSON-lines file (`.jsonl`, `.json`, `.ndjson`), a parquet file, a glob or
 a directory of such files, or the name of a data set on the hub. Out:
 
-    open_sources -> [Source]     what there is to read
-    raw_rows     -> RawRow       source, row number, and a line of bytes, a dict from arrow, or the
-                                 reason why the row is unreadable; `conversation` takes it from here
-    content_hash -> str          of everything that can be read
+    open_sources -> [Source]         what there is to read
+    raw_rows     -> RawRow           its place, and a line of bytes or a dict from arrow
+    parse_row    -> Conversation     messages that all have a known `role` and a `content` of text
 
-Invariants: a bad row never ends the reading, it becomes a `Rejected`; the order and the numbers of
-rows depend on the source alone, so a row can be named in messages (`place`) at any later time.
+Two forms of a turn are known, `role`/`content` and `from`/`value`, under either of the columns
+`messages` and `conversations`.
+
+Invariants: a bad row ends nothing but itself, by `Rejected`; order and places of rows depend on the
+source alone; turns keep their order and none is left out; a key whose value is null is the same as
+no key, since arrow pads every struct with nulls (JSON lines and their parquet copy are alike).
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from dflash_ddp.data.conversation import Rejected
 
 if TYPE_CHECKING:
     import datasets
 
 LINE_SUFFIXES = (".jsonl", ".json", ".ndjson")
 SUFFIXES = (*LINE_SUFFIXES, ".parquet")
-COLUMNS = ("messages", "conversations", "tools")
+ROLES = {"system": "system", "user": "user", "human": "user"}
+ROLES |= dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant")
+EXTRA_ROLES = ("tool", "developer")
+"""Only for turns of the form role/content: under from/value their content has no agreed shape."""
 
 _SLICE_ROWS = 256
-_HASH_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 
 
-class Kind(Enum):
-    """How the rows of a source are stored, and so how a row is named in messages."""
-
-    LINES = "lines"
-    PARQUET = "parquet"
-    HUB = "hub"
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One file, or one split on the hub.
-
-    Attributes:
-        name: path or hub name, for messages.
-        kind: how it is stored.
-        dataset: the loaded split, for `Kind.HUB` only.
-    """
+class Source(NamedTuple):
+    """One file, or one split on the hub: its name for messages, and the split if it is one."""
 
     name: str
-    kind: Kind
     dataset: "datasets.Dataset | None" = None
 
 
 class RawRow(NamedTuple):
-    """An unparsed row: number of its source, its own number, and a line, a dict or a refusal."""
+    """An unparsed row and its place, `file:line` (from 1) or `name[row]` (from 0).
 
-    source: int
-    row: int
-    raw: bytes | dict[str, Any] | Rejected
+    `raw` is the refusal itself if the text cannot be decoded.
+    """
+
+    place: str
+    raw: "bytes | dict[str, Any] | Rejected"
 
 
-def place(name: str, kind: Kind, row: int) -> str:
-    """The name of a row in messages: `file:line` (from 1) or `name[row]` (from 0)."""
-    return f"{name}:{row}" if kind is Kind.LINES else f"{name}[{row}]"
+class Conversation(NamedTuple):
+    """Messages with `role`, `content` and what else the row had (`tool_calls`, ...), and tools."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
+class Rejected(Exception):
+    """A row, or one answer of it, cannot be used. Rows are counted by `reason`."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
 
 
 def open_sources(path: str, *, split: str = "train", revision: str | None = None) -> list[Source]:
@@ -78,8 +76,6 @@ def open_sources(path: str, *, split: str = "train", revision: str | None = None
     local = Path(path).expanduser()
     if local.is_dir():
         files = sorted(file for file in local.iterdir() if file.suffix in SUFFIXES)
-        if not files:
-            raise ValueError(f"data.path={path}: the directory has no file ending in {SUFFIXES}")
     elif local.is_file():
         files = [local]
     elif any(sign in path for sign in "*?["):
@@ -87,29 +83,29 @@ def open_sources(path: str, *, split: str = "train", revision: str | None = None
         absolute = local.absolute()
         found = Path(absolute.anchor).glob(str(absolute.relative_to(absolute.anchor)))
         files = sorted(file for file in found if file.is_file())
-        if not files:
-            raise ValueError(f"data.path={path}: no file matches this pattern")
     elif path.startswith((".", "/", "~")) or local.suffix in SUFFIXES or path.count("/") > 1:
-        raise ValueError(f"data.path={path}: no such file or directory")
+        files = []
     else:
-        return [_open_hub(path, split=split, revision=revision)]
-    return [_open_file(file) for file in files]
+        return [_open_hub(path, split, revision)]
+    if not files:
+        raise ValueError(f"data.path={path}: there is no such file, nor one ending in {SUFFIXES}")
+    odd = [str(file) for file in files if file.suffix not in SUFFIXES]
+    if odd:
+        raise ValueError(f"data.path={path}: {odd} do not end in one of {SUFFIXES}")
+    return [Source(str(file)) for file in files]
 
 
 def content_hash(sources: list[Source]) -> str:
     """Hash of all that can be read: every byte of the files, or the hub's own fingerprint."""
-    digest = hashlib.blake2b(digest_size=16)
+    parts = []
     for source in sources:
-        digest.update(f"|{source.kind.value}|".encode())
         if source.dataset is not None:
             # The fingerprint covers revision, files and split. It has no public name in `datasets`.
-            digest.update(source.dataset._fingerprint.encode())
-            continue
-        digest.update(f"{Path(source.name).stat().st_size}|".encode())
-        with Path(source.name).open("rb") as file:
-            while block := file.read(_HASH_BYTES):
-                digest.update(block)
-    return digest.hexdigest()
+            parts.append(source.dataset._fingerprint)
+        else:
+            with Path(source.name).open("rb") as file:
+                parts.append(hashlib.file_digest(file, "blake2b").hexdigest())
+    return hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()
 
 
 def raw_rows(sources: list[Source]) -> Iterator[RawRow]:
@@ -118,39 +114,18 @@ def raw_rows(sources: list[Source]) -> Iterator[RawRow]:
     Raises:
         ValueError: a whole file cannot be read as what its name says.
     """
-    for number, source in enumerate(sources):
-        if source.kind is Kind.LINES:
-            rows: Iterator[tuple[int, bytes | dict[str, Any] | Rejected]] = _lines(source)
-        elif source.dataset is None:
-            rows = _parquet_rows(source)
+    for source in sources:
+        if source.dataset is not None:
+            yield from _hub_rows(source.name, source.dataset)
+        elif source.name.endswith(LINE_SUFFIXES):
+            yield from _lines(source.name)
         else:
-            rows = _hub_rows(source.dataset)
-        for row, raw in rows:
-            yield RawRow(number, row, raw)
+            yield from _parquet_rows(source.name)
 
 
-def _open_file(file: Path) -> Source:
-    if file.suffix in LINE_SUFFIXES:
-        with file.open("rb") as stream:
-            head = stream.read(64).removeprefix(_BOM).lstrip()
-        if head.startswith(b"[") and file.suffix == ".json":
-            raise ValueError(
-                f"data.path: {file} is one JSON array; one row a line is needed "
-                f"(`jq -c '.[]' {file.name} > {file.stem}.jsonl`)"
-            )
-        return Source(str(file), Kind.LINES)
-    if file.suffix == ".parquet":
-        return Source(str(file), Kind.PARQUET)
-    raise ValueError(f"data.path: {file} does not end in one of {SUFFIXES}")
+def _open_hub(path: str, split: str, revision: str | None) -> Source:
+    import datasets  # slow, and not needed for files
 
-
-def _open_hub(path: str, *, split: str, revision: str | None) -> Source:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            f"data.path={path} is no local file; to read it from the hub: pip install datasets"
-        ) from error
     try:
         dataset = datasets.load_dataset(path, split=split, revision=revision)
     except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
@@ -159,73 +134,139 @@ def _open_hub(path: str, *, split: str, revision: str | None) -> Source:
             f"data.split={split}, data.revision={revision}: {error or type(error).__name__}"
         ) from error
     wanted = _wanted_columns(path, dataset.column_names)
-    return Source(f"{path}:{split}", Kind.HUB, dataset.select_columns(wanted))
+    return Source(f"{path}:{split}", dataset.select_columns(wanted))
 
 
 def _wanted_columns(name: str, columns: list[str]) -> list[str]:
-    wanted = [column for column in COLUMNS if column in columns]
+    wanted: list[str] = [key for key in ("messages", "conversations", "tools") if key in columns]
     if not set(wanted) - {"tools"}:
-        raise ValueError(
-            f"data.path: {name} has no column 'messages' or 'conversations'; found: {columns}"
-        )
+        raise ValueError(f"data.path: {name} has no 'messages' or 'conversations', only {columns}")
     return wanted
 
 
-def _lines(source: Source) -> Iterator[tuple[int, bytes]]:
-    with Path(source.name).open("rb") as file:
+def _lines(name: str) -> Iterator[RawRow]:
+    with Path(name).open("rb") as file:
         for number, line in enumerate(file, start=1):
             text = line.removeprefix(_BOM) if number == 1 else line
             if text.strip():
-                yield number, text
+                yield RawRow(f"{name}:{number}", text)
 
 
-def _parquet_rows(source: Source) -> Iterator[tuple[int, dict[str, Any] | Rejected]]:
-    # Imported here: pyarrow is not needed for JSON lines.
-    import pyarrow
+def _parquet_rows(name: str) -> Iterator[RawRow]:
     import pyarrow.parquet
 
-    first = 0
+    number = 0
     try:
-        with pyarrow.parquet.ParquetFile(source.name) as file:
-            columns = _wanted_columns(source.name, file.schema_arrow.names)
+        with pyarrow.parquet.ParquetFile(name) as file:
+            columns = _wanted_columns(name, file.schema_arrow.names)
             for batch in file.iter_batches(batch_size=_SLICE_ROWS, columns=columns):
 
-                def read(start: int, stop: int, batch: Any = batch) -> list[dict[str, Any]]:
+                def read(start: int, stop: int, batch: Any = batch) -> list[Any]:
                     return batch[start:stop].to_pylist()
 
-                for row, raw in _readable(len(batch), read):
-                    yield first + row, raw
-                first += len(batch)
+                for row in _slice(read, 0, len(batch)):
+                    yield RawRow(f"{name}[{number}]", row)
+                    number += 1
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"data.path: {source.name} after row {first}: {error}") from error
+        raise ValueError(f"data.path: {name} after row {number}: {error}") from error
 
 
-def _hub_rows(dataset: "datasets.Dataset") -> Iterator[tuple[int, dict[str, Any] | Rejected]]:
-    def read(first: int, stop: int) -> list[dict[str, Any]]:
-        columns = dataset[first:stop]
+def _hub_rows(name: str, dataset: "datasets.Dataset") -> Iterator[RawRow]:
+    def read(start: int, stop: int) -> list[Any]:
+        columns = dataset[start:stop]
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    return _readable(len(dataset), read)
+    for first in range(0, len(dataset), _SLICE_ROWS):
+        rows = _slice(read, first, min(first + _SLICE_ROWS, len(dataset)))
+        yield from (RawRow(f"{name}[{first + at}]", row) for at, row in enumerate(rows))
 
 
-def _readable(
-    num_rows: int, read: Callable[[int, int], list[dict[str, Any]]]
-) -> Iterator[tuple[int, dict[str, Any] | Rejected]]:
-    """Rows of an arrow table by slices; a slice with undecodable text is read again row by row."""
-    for first in range(0, num_rows, _SLICE_ROWS):
-        stop = min(first + _SLICE_ROWS, num_rows)
-        rows: list[dict[str, Any] | Rejected] = []
-        try:
-            rows += read(first, stop)
-        except ValueError:  # UnicodeDecodeError and ArrowInvalid are ValueErrors
-            rows = [_one_row(read, row) for row in range(first, stop)]
-        yield from enumerate(rows, start=first)
-
-
-def _one_row(
-    read: Callable[[int, int], list[dict[str, Any]]], row: int
-) -> dict[str, Any] | Rejected:
+def _slice(read: Callable[[int, int], list[Any]], start: int, stop: int) -> list[Any]:
+    """Some rows of an arrow table; with undecodable text among them they are read one by one."""
     try:
-        return read(row, row + 1)[0]
+        return read(start, stop)
+    except ValueError as error:  # UnicodeDecodeError and ArrowInvalid are ValueErrors
+        if stop - start == 1:
+            return [Rejected("text is not UTF-8", str(error))]
+        return [row for at in range(start, stop) for row in _slice(read, at, at + 1)]
+
+
+def parse_row(raw: bytes | dict[str, Any] | Rejected) -> Conversation:
+    """A raw row as a conversation. Raises `Rejected`, and nothing else, for what a row may hold."""
+    if isinstance(raw, Rejected):
+        raise raw
+    try:
+        row = _json_object(raw) if isinstance(raw, bytes) else raw
+        return Conversation(_messages(row), _tools(row.get("tools")))
+    except RecursionError:
+        raise Rejected("nested too deeply") from None
+
+
+def _json_object(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+        if rb"\ud" in line.lower():
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Rejected("text is not UTF-8", str(error)) from None
+    except UnicodeEncodeError as error:
+        raise Rejected("text holds half of a surrogate pair", str(error)) from None
     except ValueError as error:
-        return Rejected("text is not UTF-8", str(error))
+        raise Rejected("line is not JSON", f"{error}; the line ends in {line[-40:]!r}") from None
+    if not isinstance(row, dict):
+        raise Rejected("line is not a JSON object", f"it is {type(row).__name__}")
+    return row
+
+
+def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+    turns = row.get("messages")
+    if turns is None:
+        turns = row.get("conversations")
+    if turns is None:
+        found = [key for key, value in row.items() if value is not None]
+        raise Rejected("no 'messages' or 'conversations'", f"columns found: {found}")
+    if not isinstance(turns, list) or not turns:
+        raise Rejected("the messages are no list or an empty one", f"{turns!r:.60}")
+    return [_message(turn, f"turn {number}: ") for number, turn in enumerate(turns)]
+
+
+def _message(turn: Any, where: str) -> dict[str, Any]:
+    if not isinstance(turn, dict):
+        raise Rejected("a turn is not an object", f"{where}{turn!r:.60}")
+    turn = _without_nulls(turn)
+    written, content, others = turn.get("role"), turn.get("content"), turn
+    roles = ROLES | {role: role for role in EXTRA_ROLES}
+    if "role" not in turn and "from" in turn:
+        roles, written, content, others = ROLES, turn["from"], turn.get("value"), {}
+    if not isinstance(written, str) or written.strip().lower() not in roles:
+        raise Rejected(f"unknown role {written!r:.40}", f"{where}keys found: {sorted(turn)}")
+    role = roles[written.strip().lower()]
+    if content is None and role == "assistant" and others.get("tool_calls"):
+        content = ""  # null beside a tool call is legal; no template prints "" as "None"
+    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict):
+        content = content[0].get("text")
+    if not isinstance(content, str):
+        raise Rejected("a content is not text", f"{where}{turn!r:.60}")
+    return {**others, "role": role, "content": content}
+
+
+def _tools(value: object) -> list[dict[str, Any]] | None:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise Rejected("the tools are not JSON", str(error)) from None
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise Rejected("the tools are not a list of objects", f"{value!r:.60}")
+    return [_without_nulls(tool) for tool in value]
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without the keys whose value is None, at every depth; nulls inside lists stay."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

@@ -15,21 +15,22 @@ later render F_k only if F_j up to its end of turn is a prefix of F_k: the targe
 tokens. So the last answer makes a document, with all earlier ones that it contains unchanged; the
 last of the rest makes the next one; and so on. An append-only template gives one document a row.
 
-Invariants: each answer is supervised in one document or is named in `rejected`; ids are those of
-`apply_chat_template(tokenize=True)`; ids and mask are cut together, and nothing is added to them.
+Invariants: no answer is supervised twice; one that is not supervised is refused with a reason, or
+lies behind max_length; ids are those of `apply_chat_template(tokenize=True)`; ids and mask are cut
+together, and nothing is added to them.
 """
 
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
 from tokenizers import Encoding, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
-from dflash_ddp.data.conversation import EXTRA_ROLES, Conversation, Rejected
+from dflash_ddp.data.reading import EXTRA_ROLES, Conversation, Rejected
 
 # raise_exception of a template is a jinja2.TemplateError; the others come from its expressions.
 TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)
@@ -39,8 +40,7 @@ CUT_OFF = "the answer lies behind max_length"
 HARMLESS = frozenset({TOO_FEW, CUT_OFF})
 """Reasons that are no sign of bad data: such rows do not count towards `max_bad_share`."""
 
-_PROBE = "dflash7probe"
-_PROBE_TEXT = 'Ab  <x>\n\n\té \U0001f600 <|im_end|></s> "1234"'
+_PROBE = 'Ab  <x>\n\n\té \U0001f600 <|im_end|></s> "1234"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,31 +58,15 @@ class RenderSettings:
     max_length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """One document.
-
-    Attributes:
-        ids: int32 [n].
-        loss_mask: bool [n].
-        truncated: True if tokens were cut off behind max_length.
-    """
+class Document(NamedTuple):
+    """int32 [n] ids, bool [n] loss mask, and whether tokens were cut off behind max_length."""
 
     ids: np.ndarray
     loss_mask: np.ndarray
     truncated: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RenderedRow:
-    """What became of a row: its documents, and why answers were left out (or the whole row)."""
-
-    documents: list[Rendered]
-    rejected: list[Rejected]
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(NamedTuple):
     """An assistant turn: its render F_j, where the answer starts, where its end of turn ends."""
 
     text: str
@@ -94,55 +78,32 @@ class Renderer:
     """A tokenizer with its chat template, ready to render rows.
 
     Raises:
-        ValueError: no fast tokenizer, no chat template, no known end-of-turn id, bad max_length.
+        ValueError: no fast tokenizer, no chat template, or no known end-of-turn id.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, settings: RenderSettings) -> None:
-        if not getattr(tokenizer, "is_fast", False):
-            raise ValueError(
-                f"{type(tokenizer).__name__} is no fast tokenizer: it gives no offsets"
-            )
-        if not tokenizer.chat_template:
-            raise ValueError(f"the tokenizer {tokenizer.name_or_path!r} has no chat template")
-        if settings.max_length < 2:
-            raise ValueError(f"max_length={settings.max_length} must be at least 2")
+        if not getattr(tokenizer, "is_fast", False) or not tokenizer.chat_template:
+            name = tokenizer.name_or_path
+            raise ValueError(f"the tokenizer {name!r} must be a fast one with a chat template")
         self.tokenizer = tokenizer
         self.settings = settings
         self.eos_texts = _eos_texts(tokenizer, settings.eos_ids)
-        self._backend = _untrimmed_backend(tokenizer)
-        self._drops_role: dict[str, bool] = {}
+        self.backend = _untrimmed_backend(tokenizer)
+        self.dropped_roles = [role for role in EXTRA_ROLES if self._drops(role)]
 
-    def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, prompt: bool
-    ) -> str:
-        """The template's text. Raises one of `TEMPLATE_ERRORS` if the template refuses."""
-        options: dict[str, Any] = {"tools": tools, "add_generation_prompt": prompt}
+    def render(self, row: Conversation, num_turns: int, *, prompt: bool) -> str:
+        """The template's text of the first turns. Raises `TEMPLATE_ERRORS` if it refuses."""
+        options: dict[str, Any] = {"tools": row.tools, "add_generation_prompt": prompt}
         if self.settings.enable_thinking is not None:
             options["enable_thinking"] = self.settings.enable_thinking
+        messages = row.messages[:num_turns]
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
-
-    def encode(self, text: str) -> Encoding:
-        """Ids and character offsets of a rendered text; no special tokens are added."""
-        return self._backend.encode(text, add_special_tokens=False)
-
-    def drops_role(self, role: str) -> bool:
-        """True if the template leaves out turns of this role without a word."""
-        if role not in self._drops_role:
-            question = {"role": "user", "content": "q"}
-            answer = {"role": "assistant", "content": "a"}
-            probe = {"role": role, "content": _PROBE}
-            turns = [question, answer, probe] if role == "tool" else [probe, question]
-            try:
-                self._drops_role[role] = _PROBE not in self.render(turns, None, prompt=True)
-            except TEMPLATE_ERRORS:
-                self._drops_role[role] = False  # it does speak up; the row itself will show
-        return self._drops_role[role]
 
     def identity(self) -> str:
         """Hash of all that decides ids and masks: equal identity, equal documents."""
         settings = self.settings
         parts = [
-            self._backend.to_str(),
+            self.backend.to_str(),
             self.tokenizer.chat_template,
             {key: str(value) for key, value in self.tokenizer.special_tokens_map.items()},
             [settings.enable_thinking, sorted(settings.eos_ids), settings.max_length],
@@ -150,92 +111,82 @@ class Renderer:
         text = json.dumps(parts, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
+    def _drops(self, role: str) -> bool:
+        """True if the template leaves out turns of this role without a word."""
+        before = ["user", "assistant"] if role == "tool" else []
+        turns = [{"role": r, "content": f"{r}7probe"} for r in (*before, role, "user")]
+        try:
+            return f"{role}7probe" not in self.render(Conversation(turns), len(turns), prompt=True)
+        except TEMPLATE_ERRORS:
+            return False  # it does speak up; the row itself will show
 
-def render_row(renderer: Renderer, row: Conversation) -> RenderedRow:
-    """The documents of a row, in the order of their last answers. Raises for nothing in a row."""
-    messages, tools = row.messages, row.tools
-    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    if not turns:
-        return RenderedRow([], [Rejected("no assistant turn")])
-    for role in {message["role"] for message in messages}.intersection(EXTRA_ROLES):
-        if renderer.drops_role(role):
-            return RenderedRow([], [Rejected(f"the template leaves out the role {role!r}")])
+
+def render_row(renderer: Renderer, row: Conversation) -> tuple[list[Document], list[Rejected]]:
+    """The documents of a row, in the order of their last answers, and what was refused."""
+    roles = [message["role"] for message in row.messages]
+    if "assistant" not in roles:
+        return [], [Rejected("no assistant turn")]
+    for role in renderer.dropped_roles:
+        if role in roles:
+            return [], [Rejected(f"the template leaves out the role {role!r}")]
+    documents: list[Document] = []
     rejected: list[Rejected] = []
     pending: list[_Answer] = []
-    for turn in turns:
-        answer = _answer(renderer, messages, tools, turn)
-        if isinstance(answer, Rejected):
-            rejected.append(answer)
-        else:
-            pending.append(answer)
-    documents: list[Rendered] = []
+    for turn, role in enumerate(roles):
+        if role == "assistant":
+            try:
+                pending.append(_answer(renderer, row, turn))
+            except Rejected as error:
+                rejected.append(error)
     while pending:
-        last = pending[-1]
-        unchanged = [last.text.startswith(answer.text[: answer.end]) for answer in pending]
-        inside = [answer for answer, same in zip(pending, unchanged, strict=True) if same]
-        pending = [answer for answer, same in zip(pending, unchanged, strict=True) if not same]
-        document, refused = _document(renderer, last.text, inside)
-        rejected += refused
-        if document is not None:
-            documents.append(document)
-    return RenderedRow(documents[::-1], rejected)
+        text = pending[-1].text
+        inside = [answer for answer in pending if text.startswith(answer.text[: answer.end])]
+        pending = [answer for answer in pending if answer not in inside]
+        try:
+            documents.append(_document(renderer, text, inside))
+        except Rejected as error:
+            rejected.append(error)
+    return documents[::-1], rejected
 
 
-def _answer(
-    renderer: Renderer,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    turn: int,
-) -> _Answer | Rejected:
+def _answer(renderer: Renderer, row: Conversation, turn: int) -> _Answer:
     if turn == 0:
-        return Rejected("the answer has no prompt", "the row starts with an assistant turn")
+        raise Rejected("the answer has no prompt", "the row starts with an assistant turn")
     try:
-        prompt = renderer.render(messages[:turn], tools, prompt=True)
-        text = renderer.render(messages[: turn + 1], tools, prompt=False)
+        prompt = renderer.render(row, turn, prompt=True)
+        text = renderer.render(row, turn + 1, prompt=False)
     except TEMPLATE_ERRORS as error:
-        return Rejected(f"template: {error!s:.80}", f"turn {turn}: {type(error).__name__}: {error}")
+        raise Rejected(f"template: {error!s:.80}", f"turn {turn}: {error!r}") from None
     start = len(prompt)
     if not text.startswith(prompt):
         pairs = enumerate(zip(prompt, text, strict=False))
-        same = next((char for char, (a, b) in pairs if a != b), len(text))
+        same = next((at for at, (a, b) in pairs if a != b), len(text))
         detail = f"turn {turn}: prompt {prompt[same:]!r:.50}, render {text[same:]!r:.50}"
-        return Rejected("the answer does not continue the generation prompt", detail)
+        raise Rejected("the answer does not continue the generation prompt", detail)
     ends = [found + len(eos) for eos in renderer.eos_texts if (found := text.find(eos, start)) >= 0]
     if not ends:
         detail = f"turn {turn} ends in {text[-40:]!r}, end-of-turn texts: {renderer.eos_texts}"
-        return Rejected("the rendered answer has no end-of-turn token", detail)
+        raise Rejected("the rendered answer has no end-of-turn token", detail)
     return _Answer(text, start, min(ends))
 
 
-def _document(
-    renderer: Renderer, text: str, answers: list[_Answer]
-) -> tuple[Rendered | None, list[Rejected]]:
-    """Tokens of a text with these answers supervised; None if too little is left of them."""
-    encoding = renderer.encode(text)
-    max_length, eos_ids = renderer.settings.max_length, renderer.settings.eos_ids
+def _document(renderer: Renderer, text: str, answers: list[_Answer]) -> Document:
+    """Tokens of a text with these answers supervised. Raises `Rejected` if too few are."""
+    encoding = renderer.backend.encode(text, add_special_tokens=False)
+    max_length = renderer.settings.max_length
     ids = np.array(encoding.ids, dtype=np.int32)
     loss_mask = np.zeros(len(ids), dtype=bool)
-    rejected = []
-    num_kept = 0
     for answer in answers:
-        first = _first_token(encoding, answer.start)
         last = encoding.char_to_token(answer.end - 1)
-        if last is None or int(ids[last]) not in eos_ids:
+        if last is None or int(ids[last]) not in renderer.settings.eos_ids:
             detail = f"...{text[answer.end - 40 : answer.end]!r}"
-            rejected.append(Rejected("the end-of-turn text is not one token", detail))
-            continue
-        loss_mask[first : last + 1] = True
-        if first < max_length:
-            num_kept += 1
-        else:
-            rejected.append(Rejected(CUT_OFF, f"it starts at token {first}"))
+            raise Rejected("the end-of-turn text is not one token", detail)
+        loss_mask[_first_token(encoding, answer.start) : last + 1] = True
     pairs = loss_mask[:-1] & loss_mask[1:]
-    if pairs[: max_length - 1].any():
-        truncated = len(ids) > max_length
-        return Rendered(ids[:max_length], loss_mask[:max_length], truncated), rejected
-    reason = CUT_OFF if pairs.any() else TOO_FEW
-    detail = f"{len(ids)} tokens, {loss_mask.sum()} supervised, max_length={max_length}"
-    return None, rejected + [Rejected(reason, detail)] * num_kept
+    if not pairs[: max_length - 1].any():
+        detail = f"{len(ids)} tokens, {loss_mask.sum()} supervised, max_length={max_length}"
+        raise Rejected(CUT_OFF if pairs.any() else TOO_FEW, detail)
+    return Document(ids[:max_length], loss_mask[:max_length], len(ids) > max_length)
 
 
 def _first_token(encoding: Encoding, char: int) -> int:
@@ -271,8 +222,8 @@ def _untrimmed_backend(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
-    ids = backend.encode(_PROBE_TEXT, add_special_tokens=False).ids
-    expected = tokenizer(_PROBE_TEXT, add_special_tokens=False)["input_ids"]
+    ids = backend.encode(_PROBE, add_special_tokens=False).ids
+    expected = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
     if ids != expected:
         raise ValueError(
             f"{type(tokenizer).__name__} changes ids after its backend: {ids} != {expected}; "

@@ -6,12 +6,14 @@ decides its content, so that a change of data, template, tokenizer or length nev
     tokens.bin      int32  [num_tokens]           all documents end to end
     loss_mask.bin   uint8  [num_tokens]           1 on tokens that the target would generate
     offsets.npy     int64  [num_documents + 1]    where each document starts
-    origins.npy     int64  [num_documents, 2]     number of its source and of its row
+    origins.txt     a line a document             where it comes from, `file:line` or `name[row]`
     report.json                                   counts, settings, what was left out and why
 
 Invariants: a directory under its final name is complete (written beside it, synced, renamed); of
 several processes that write the same one, the first to finish wins and the others use its work;
-document order is row order, whatever the number of workers.
+document order is row order, whatever the number of workers. In the report, num_rows is
+num_rows_kept + the counts in dropped_rows; num_bad_rows are those dropped for malformed data and
+not for their length; dropped_answers are answers of kept rows.
 """
 
 import hashlib
@@ -20,25 +22,26 @@ import logging
 import os
 import shutil
 import socket
-import time
 import uuid
 from collections.abc import Generator
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from dflash_ddp.data.reading import Kind, Source, content_hash, open_sources, place, raw_rows
-from dflash_ddp.data.rendering import Renderer, RenderSettings
-from dflash_ddp.data.report import ReportBuilder, check_bad_share, refuse_empty
-from dflash_ddp.data.tokenising import Tokenised, tokenised_chunks
+from dflash_ddp.data.reading import Rejected, content_hash, open_sources, raw_rows
+from dflash_ddp.data.rendering import HARMLESS, Renderer, RenderSettings
+from dflash_ddp.data.tokenising import TokenisedRow, tokenised_rows
 
-FORMAT = 1
+FORMAT = 2
 """Part of the hash: raise it when the code gives other ids, masks or files for the same input."""
 
-_LOG_EVERY_S = 10.0
+_LOG_EVERY_ROWS = 20_000
 _SCAN_TOKENS = 1 << 22
+_MAX_EXAMPLES, _MAX_REASONS = 3, 40  # of rows left out, in the report
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +53,7 @@ class DocumentStore:
         path: the directory.
         fingerprint: hash of all that decides the content; the directory's name.
         lengths: int32 [num_documents], tokens of each document.
-        report: counts and settings of the run that wrote it (see `report.format_report`).
+        report: counts and settings of the run that wrote it (see `format_report`).
 
     Raises:
         ValueError: the directory is not one of ours, or its files do not fit together.
@@ -64,20 +67,14 @@ class DocumentStore:
         self.report: dict[str, Any] = json.loads(report.read_text())
         self.fingerprint: str = self.report["fingerprint"]
         self._offsets: np.ndarray = np.load(self.path / "offsets.npy")
-        self._origins: np.ndarray = np.load(self.path / "origins.npy", mmap_mode="r")
         self._ids = np.asarray(np.memmap(self.path / "tokens.bin", dtype="<i4", mode="r"))
         self._loss_mask = np.asarray(np.memmap(self.path / "loss_mask.bin", dtype=bool, mode="r"))
         self.lengths = np.diff(self._offsets).astype(np.int32)
-        num_tokens = int(self._offsets[-1])
-        if not (
-            self.report["format"] == FORMAT
-            and len(self._ids) == len(self._loss_mask) == num_tokens
-            and len(self._origins) == len(self.lengths)
-        ):
+        sizes = {len(self._ids), len(self._loss_mask), int(self._offsets[-1])}
+        if self.report["format"] != FORMAT or len(sizes) > 1:
             raise ValueError(
-                f"{self.path}: format {self.report['format']} (this code: {FORMAT}), "
-                f"{len(self._ids)} ids, {len(self._loss_mask)} mask bytes, {num_tokens} tokens by "
-                "offsets; these must agree, delete the directory to tokenise again"
+                f"{self.path}: format {self.report['format']} must be {FORMAT}, and the numbers of "
+                f"tokens in its files must agree: {sizes}; delete it to tokenise again"
             )
 
     @property
@@ -97,9 +94,8 @@ class DocumentStore:
 
     def origin(self, number: int) -> str:
         """Where a document comes from, as `file:line` or `name[row]`."""
-        source, row = self._origins[number]
-        name, kind = self.report["sources"][source]
-        return place(name, Kind(kind), int(row))
+        with (self.path / "origins.txt").open(encoding="utf-8") as lines:
+            return next(islice(lines, number, None)).rstrip("\n")
 
     def check_ids(self, table_rows: int, mask_token_id: int) -> None:
         """Check every id against the target's embedding table; one scan at memory speed.
@@ -115,18 +111,15 @@ class DocumentStore:
             )
         for start in range(0, self.num_tokens, _SCAN_TOKENS):
             ids = self._ids[start : start + _SCAN_TOKENS]
-            outside = (ids < 0) | (ids >= table_rows)
-            for found, rule in (
-                (outside, f"token ids must be below {table_rows}, the target's table rows"),
-                (ids == mask_token_id, f"mask_token_id={mask_token_id} must not occur in the data"),
-            ):
-                if found.any():
-                    at = start + int(found.argmax())
-                    number = int(np.searchsorted(self._offsets, at, side="right")) - 1
-                    raise ValueError(
-                        f"{rule}; id {self._ids[at]} stands at token {at - self._offsets[number]} "
-                        f"of document {number}, from {self.origin(number)}"
-                    )
+            wrong = (ids < 0) | (ids >= table_rows) | (ids == mask_token_id)
+            if wrong.any():
+                at = start + int(wrong.argmax())
+                number = int(np.searchsorted(self._offsets, at, side="right")) - 1
+                raise ValueError(
+                    f"id {self._ids[at]} stands at token {at - self._offsets[number]} of document "
+                    f"{number}, from {self.origin(number)}; ids must be below {table_rows}, the "
+                    f"target's table rows, and mask_token_id={mask_token_id} must not occur"
+                )
 
 
 def prepare(
@@ -140,25 +133,19 @@ def prepare(
     num_workers: int = 0,
     max_bad_share: float = 0.05,
 ) -> DocumentStore:
-    """Tokenise a data set, or find it tokenised under `cache_dir`.
+    """Tokenise a data set (see `reading.open_sources`), or find it tokenised under `cache_dir`.
 
-    Any number of processes may call this at once; each returns the same complete directory.
-
-    Args:
-        path: file, directory, glob or hub name (see `reading`).
-        tokenizer: the target's fast tokenizer, with its chat template.
-        settings: what decides ids and masks besides the tokenizer.
-        cache_dir: parent of the directories.
-        split: of a hub data set.
-        revision: of a hub data set.
-        num_workers: processes that tokenise; 0 or 1 is this process alone.
-        max_bad_share: largest part of the rows, 0..1, that may be malformed or refused.
+    Any number of processes may call this at once; each returns the same complete directory. Up to
+    one worker is this process alone. `max_bad_share` is the largest part of the rows, 0..1, that
+    may be malformed or refused.
 
     Raises:
         ValueError: nothing to read, nothing left, or too many bad rows; with counts by reason.
     """
     sources = open_sources(path, split=split, revision=revision)
-    key = cache_key(sources, tokenizer, settings)
+    identity = Renderer(tokenizer, settings).identity()
+    text = f"{FORMAT}|{content_hash(sources)}|{identity}"
+    key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     directory = Path(cache_dir) / key
     if directory.exists():
         logger.info("using tokenised documents of %s in %s", path, directory)
@@ -166,41 +153,65 @@ def prepare(
         mode = settings.enable_thinking
         if mode is not None and "enable_thinking" not in str(tokenizer.chat_template):
             logger.warning("the chat template does not know enable_thinking=%s", mode)
-        builder = ReportBuilder(sources, tokenizer.name_or_path, settings=settings)
-        rows = raw_rows(sources)
-        chunks = tokenised_chunks(rows, tokenizer, settings=settings, num_workers=num_workers)
-        _write(directory, chunks, builder)
+        report: dict[str, Any] = {
+            "format": FORMAT,
+            "fingerprint": key,
+            "sources": [source.name for source in sources],
+            "enable_thinking": mode,
+            "eos_ids": sorted(settings.eos_ids),
+            "max_length": settings.max_length,
+            "num_rows": 0,
+            "num_rows_kept": 0,
+            "num_bad_rows": 0,
+            "num_truncated": 0,
+            "num_supervised_tokens": 0,
+            "dropped_rows": {},
+            "dropped_answers": {},
+        }
+        rows = tokenised_rows(
+            raw_rows(sources), tokenizer, settings=settings, num_workers=num_workers
+        )
+        _write(directory, rows, report)
     store = DocumentStore(directory)
-    check_bad_share(store.report, max_bad_share)
+    share = store.report["num_bad_rows"] / store.report["num_rows"]
+    if share > max_bad_share:
+        raise ValueError(
+            f"{share:.1%} of the rows are bad, more than data.max_bad_share={max_bad_share}; "
+            f"mend the data or raise it\n{format_report(store.report)}"
+        )
     return store
 
 
-def cache_key(
-    sources: list[Source], tokenizer: PreTrainedTokenizerFast, settings: RenderSettings
-) -> str:
-    """Hash of data, tokenizer, template, settings and code version, as 32 hex digits."""
-    identity = Renderer(tokenizer, settings).identity()
-    text = f"{FORMAT}|{content_hash(sources)}|{identity}"
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def format_report(report: dict[str, Any]) -> str:
+    """The report as a few lines for people."""
+    mode = {None: "the template's default", True: "on", False: "off"}[report["enable_thinking"]]
+    share = report["num_supervised_tokens"] / max(report["num_tokens"], 1)
+    lines = [
+        f"rows: {report['num_rows']} read, {report['num_rows_kept']} kept; thinking: {mode}",
+        f"documents: {report['num_documents']} of {report['num_tokens']} tokens, {share:.1%} of "
+        f"them supervised; {report['num_truncated']} cut at {report['max_length']} tokens",
+    ]
+    for title in ("dropped_rows", "dropped_answers"):
+        for reason, found in sorted(report[title].items(), key=lambda item: -item[1]["count"]):
+            name, first = title.replace("_", " "), found["examples"][0]
+            lines.append(f"{name}: {found['count']} x {reason} (first: {first})")
+    return "\n".join(lines)
 
 
 def _write(
-    directory: Path, chunks: Generator[Tokenised, None, None], builder: ReportBuilder
+    directory: Path, rows: Generator[TokenisedRow, None, None], report: dict[str, Any]
 ) -> None:
+    """Make the directory from all rows, complete or not at all; the report gains its counts."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     writer = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     partial = directory.with_name(f".{directory.name}.{writer}")
     partial.mkdir()
     try:
-        with (
-            (partial / "tokens.bin").open("wb") as ids,
-            (partial / "loss_mask.bin").open("wb") as m,
-        ):
-            lengths, origins = _write_tokens(chunks, builder, ids=ids, loss_mask=m)
-        refuse_empty(builder.report)
-        np.save(partial / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]))
-        np.save(partial / "origins.npy", origins)
-        report = builder.finish(directory.name, FORMAT, lengths)
+        with closing(rows):  # ends the worker processes, also after a full disk
+            _write_rows(partial, rows, report)
+        if report["num_documents"] == 0:
+            names, counts = report["sources"], format_report(report)
+            raise ValueError(f"no usable row among those of {names}\n{counts}")
         (partial / "report.json").write_text(json.dumps(report, indent=1))
         for file in [*partial.iterdir(), partial]:
             _sync(file)
@@ -212,33 +223,50 @@ def _write(
             logger.info("another process was first to write %s", directory)
         _sync(directory.parent)
     finally:
-        chunks.close()  # ends the worker processes, also after a full disk
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_tokens(
-    chunks: Generator[Tokenised, None, None],
-    builder: ReportBuilder,
-    *,
-    ids: IO[bytes],
-    loss_mask: IO[bytes],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Write the tokens of all chunks; give lengths int64 [d] and origins int64 [d, 2]."""
-    lengths, origins = [np.zeros(0, np.int64)], [np.zeros((0, 2), np.int64)]
-    start_s = logged_s = time.monotonic()
-    for chunk in chunks:
-        ids.write(chunk.ids.astype("<i4", copy=False).tobytes())
-        loss_mask.write(chunk.loss_mask.tobytes())
-        lengths.append(chunk.lengths)
-        origins.append(chunk.origins)
-        builder.add(chunk)
-        now_s = time.monotonic()
-        if now_s - logged_s >= _LOG_EVERY_S:
-            logged_s = now_s
-            num_rows, num_tokens = builder.report["num_rows"], builder.report["num_tokens"]
-            rate = num_rows / (now_s - start_s)
-            logger.info("tokenised %d rows, %d tokens, %.0f rows/s", num_rows, num_tokens, rate)
-    return np.concatenate(lengths), np.concatenate(origins)
+def _write_rows(
+    partial: Path, rows: Generator[TokenisedRow, None, None], report: dict[str, Any]
+) -> None:
+    offsets = [0]
+    with (
+        (partial / "tokens.bin").open("wb") as ids,
+        (partial / "loss_mask.bin").open("wb") as loss_mask,
+        (partial / "origins.txt").open("w", encoding="utf-8") as origins,
+    ):
+        for place, documents, rejected in rows:
+            for document in documents:
+                ids.write(document.ids.astype("<i4", copy=False).tobytes())
+                loss_mask.write(document.loss_mask.tobytes())
+                origins.write(f"{place}\n")
+                offsets.append(offsets[-1] + len(document.ids))
+                report["num_truncated"] += document.truncated
+                report["num_supervised_tokens"] += int(document.loss_mask.sum())
+            report["num_rows"] += 1
+            if documents:
+                report["num_rows_kept"] += 1
+                for refusal in rejected:
+                    _count(report["dropped_answers"], refusal, place)
+            else:
+                # One reason a row, so that reasons add up to rows. Bad data comes first.
+                refusal = min(rejected, key=lambda rejected: rejected.reason in HARMLESS)
+                report["num_bad_rows"] += refusal.reason not in HARMLESS
+                _count(report["dropped_rows"], refusal, place)
+            if report["num_rows"] % _LOG_EVERY_ROWS == 0:
+                logger.info("tokenised %d rows", report["num_rows"])
+    np.save(partial / "offsets.npy", np.array(offsets, dtype=np.int64))
+    report["num_documents"], report["num_tokens"] = len(offsets) - 1, offsets[-1]
+
+
+def _count(table: dict[str, Any], refusal: Rejected, place: str) -> None:
+    reason = refusal.reason
+    if reason not in table and len(table) >= _MAX_REASONS:
+        reason = "other reasons"
+    found = table.setdefault(reason, {"count": 0, "examples": []})
+    found["count"] += 1
+    if len(found["examples"]) < _MAX_EXAMPLES:
+        found["examples"].append(f"{place}: {refusal.detail or refusal.reason}")
 
 
 def _sync(path: Path) -> None:
