@@ -199,10 +199,8 @@ def drafter_products(work: Workload, num_rows: int) -> list[tuple[int, int, int,
         products += [(m, k, n, often), (k, m, n, often)]
         if k != work.num_layers * hidden:  # no gradient flows to the features
             products.append((m, n, k, often))
-    return products + [
-        (num_rows, hidden, work.table_rows, 1),
-        (num_rows, work.table_rows, hidden, 1),
-    ]
+    head = [(num_rows, hidden, work.table_rows, 1), (num_rows, work.table_rows, hidden, 1)]
+    return [*products, *head]
 
 
 def product_ms(m: int, k: int, n: int, device: torch.device) -> float:
@@ -267,8 +265,14 @@ def bench_drafter(
 
 def main() -> None:
     """Parse `what key=value ...`, print one JSON row."""
-    what, *pairs = sys.argv[1:]
-    options = dict(pair.split("=", 1) for pair in pairs)
+    what, *pairs = sys.argv[1:] or [""]
+    options = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+    known = {"workload", "chunk_rows", "recompute", "repeats"}
+    if what != "drafter" or len(options) < len(pairs) or options.keys() - known:
+        raise SystemExit(
+            "usage: python -m dflash_ddp.bench drafter [workload=headline|8b|tiny] "
+            "[chunk_rows=4096] [recompute=in_forward|reentrant|non_reentrant|none] [repeats=5]"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = options.get("workload", "tiny")
     row = bench_drafter(

@@ -52,14 +52,14 @@ def main(tree: DictConfig) -> None:
 
 def start() -> None:
     """`main`; what Hydra itself refuses is said once, too."""
-    held_back = io.StringIO()
+    heard, held_back = sys.stderr, io.StringIO()
     if os.environ.get("RANK", "0") != "0":
         sys.stderr = held_back
     try:
         main()
     finally:
         if sys.stderr is held_back:  # Hydra did not come as far as `main`
-            sys.stderr = sys.__stderr__
+            sys.stderr = heard
             if held_back.getvalue():
                 let_rank_0_speak()
                 sys.stderr.write(held_back.getvalue())
@@ -179,7 +179,7 @@ def play_roles(run: "Run", world: "World", control: "Control") -> str | None:
         return None
     from dflash_ddp.drafter.worker import DrafterWorker
 
-    features: "Features"
+    features: Features
     if topology.colocated:
         from dflash_ddp.colocated import LocalFeatures
 
