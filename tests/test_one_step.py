@@ -36,7 +36,15 @@ S, GAMMA, CHUNK_ROWS, NUM_ANCHORS = 128, 4.0, 16, 8
 TABLES = Tables(table(SHAPE), table(SHAPE, seed=1))
 OPTIM = OptimConfig(lr=1e-3, weight_decay=0.01)
 RECOMPUTE = [r for r in Recompute if r is not Recompute.auto]
-LOSS = LossSettings(CHUNK_ROWS, Recompute.in_forward)
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Thousands of tiny operations: threads that wait for each other would only cost time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
 
 Microbatch = tuple[PackedBatch, list[int], torch.Tensor]  # documents, anchors, features
 

@@ -65,11 +65,11 @@ def test_colocated_has_no_lanes():
         (
             (5, 3, 3),
             "split asks for 5 target + 3 drafter ranks = 8 processes, torchrun started 3; use "
-            "split.targets=2 split.drafters=1 (or start --nproc_per_node 8)",
+            "split.targets=2 split.drafters=1, or start 8",
         ),
-        ((5, 3, 1), "torchrun started 1; use split=colocated (or start --nproc_per_node 8)"),
-        ((1, 7, 2), "use split.targets=1 split.drafters=1 (or"),
-        ((5, 3, 16, 8), "split.drafters=6 (or start --nproc_per_node 4 on each of 2 nodes)"),
+        ((5, 3, 1), "torchrun started 1; use split=colocated, or start 8"),
+        ((1, 7, 2), "use split.targets=1 split.drafters=1, or start 8"),
+        ((5, 3, 16, 8), "split.drafters=6, or start 8"),
         ((4, 3, 16, 8), "started 16; use split.targets=9 split.drafters=7"),
         ((0, 2, 2), "split.targets=0 split.drafters=2: each role needs one rank or more"),
         ((3, 3, 6, 4), "6 processes do not fill nodes of 4"),

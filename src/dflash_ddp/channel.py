@@ -17,7 +17,8 @@ Invariants. A batch leaves only with credit, so its slot at the drafter is free.
 after the header, the header is written after the payload is complete, and each target has one send
 in flight: so no transfer waits on the GPU for another process, and lanes and DDP cannot block each
 other, whatever order the GPU's queues have. Threads call no compiled code. An error in a thread
-ends the job through `Control.fail`.
+ends the job through `Control.fail`; a job that ends anywhere ends every wait here, because the
+control plane ends the process.
 """
 
 import logging
@@ -26,12 +27,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from dflash_ddp.control import POLL_S, REPORT_EVERY_S, Control, Header
-from dflash_ddp.lanes import Mover, Transfer, allocate_slots, record_event
+from dflash_ddp.lanes import Mover, Transfer, allocate_slots, passed, record_event
 from dflash_ddp.log import exit_on_error
 from dflash_ddp.world import World
 
@@ -52,11 +53,7 @@ class Routing:
     route: Callable[[int], tuple[int, int]]
     """item -> (drafter ordinal, sequence)."""
     item_of: Callable[[int, int], int | None]
-    """(drafter ordinal, sequence) -> item; None or >= num_items after the drafter's last."""
-
-    def end(self, stop_item: int | None) -> int:
-        """Return the end of the stream, given the stop in force."""
-        return self.num_items if stop_item is None else min(stop_item, self.num_items)
+    """(drafter ordinal, sequence) -> item; None after the drafter's last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,6 @@ class Claim:
 
     item: int
     slot: torch.Tensor
-    claimed_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +92,11 @@ class FeatureSender:
     ) -> None:
         """Allocate the slots and start the sender thread.
 
-        Args:
-            world: device and lanes of this rank.
-            control: tickets, credits, headers.
-            routing: which drafter gets which item.
-            num_slots: 2 lets the forward fill one while the other is sent.
-            slot_bytes: size of each; the largest batch must fit.
-            dtype: name of the feature dtype, for the header.
+        With two slots, the forward fills one while the other is sent. The largest batch must fit
+        into `slot_bytes`. `dtype` names the dtype of the features, for the header.
         """
         self.wait_slot_s = 0.0
         """Seconds that `acquire` has waited for a free slot."""
-        self.wait_credit_s = 0.0
-        """Seconds that complete batches have waited for room at their drafter."""
         self._world, self._control, self._routing, self._dtype = world, control, routing, dtype
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for slot in allocate_slots(world, num_slots, slot_bytes):
@@ -123,31 +112,17 @@ class FeatureSender:
         lowest item that is missing never waits for a full rank.
         """
         start = time.monotonic()
-        while True:
-            try:
-                slot = self._free.get(timeout=REPORT_EVERY_S)
-                break
-            except queue.Empty:
-                waited, phases = time.monotonic() - start, self._control.phases()
-                logger.info("waiting %.0f s for a free slot (%s)", waited, phases)
+        slot = self._free.get()
         self.wait_slot_s += time.monotonic() - start
         item = self._routing.first_item + self._control.claim()
-        if item >= self._routing.end(self._control.stop_item()):
+        if item >= self._routing.num_items:
             self._free.put(slot)
             return None
-        return Claim(item, slot, time.monotonic())
+        return Claim(item, slot)
 
     def send(self, claim: Claim, *, num_bytes: int, num_tokens: int, digest: int) -> None:
-        """Queue the first `num_bytes` of the slot; returns at once. Call it on the filling stream.
-
-        Raises:
-            ValueError: num_bytes is 0 or larger than the slot.
-        """
-        if not 1 <= num_bytes <= len(claim.slot):
-            raise ValueError(
-                f"item {claim.item} has {num_bytes} bytes of features, the slot has "
-                f"{len(claim.slot)}: slot_bytes must cover the largest packed batch"
-            )
+        """Queue the first `num_bytes` of the slot, at once; call it on the stream that fills it."""
+        assert 1 <= num_bytes <= len(claim.slot), "the slot must hold the largest packed batch"
         header = Header(
             item=claim.item,
             target_rank=self._world.rank,
@@ -159,38 +134,28 @@ class FeatureSender:
         self._outbox.put((claim, header, record_event(self._world)))
 
     def drain(self) -> None:
-        """Wait until all that was queued is sent or dropped by a stop; no send may follow."""
+        """Wait until all that was queued is sent; no send may follow."""
         self._outbox.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         """Send what is queued, one at a time and in order, until drained."""
         with exit_on_error(self._control.fail):
-            mover = Mover(self._world)
+            mover, topology = Mover(self._world), self._world.topology
             while (entry := self._outbox.get()) is not None:
                 claim, header, event = entry
-                while event is not None and not event.query():
+                while not passed(event):
                     time.sleep(_GPU_POLL_S)
-                self._send_one(mover, claim, header)
+                drafter, sequence = self._routing.route(claim.item)
+                while sequence >= self._control.credit(drafter):
+                    time.sleep(POLL_S)
+                self._control.announce(drafter, header)
+                lane = (self._world.rank, topology.drafter_ranks[drafter])
+                transfer = mover.post(claim.slot[: header.num_bytes], lane)
+                while not mover.finished(transfer):
+                    time.sleep(_GPU_POLL_S)
                 self._free.put(claim.slot)
             self._control.drained()
-
-    def _send_one(self, mover: Mover, claim: Claim, header: Header) -> None:
-        """The payload is complete; wait for credit, write the header, transfer."""
-        complete_at = time.monotonic()
-        drafter, sequence = self._routing.route(claim.item)
-        while sequence >= self._control.credit(drafter):
-            if claim.item >= self._routing.end(self._control.stop_item()):
-                return  # the stream ends before this item: nobody wants it
-            time.sleep(POLL_S)
-        credit_s = time.monotonic() - complete_at
-        self.wait_credit_s += credit_s
-        compute_s = complete_at - claim.claimed_at
-        self._control.announce(drafter, replace(header, compute_s=compute_s, credit_s=credit_s))
-        lane = (self._world.rank, self._world.topology.drafter_ranks[drafter])
-        transfer = mover.post(claim.slot[: header.num_bytes], lane)
-        while not mover.finished(transfer):
-            time.sleep(_GPU_POLL_S)
 
 
 class FeatureReceiver:
@@ -208,20 +173,14 @@ class FeatureReceiver:
     ) -> None:
         """Allocate the slots, give credit for all of them, start the fetch thread.
 
-        Args:
-            world: device and lanes of this rank.
-            control: credits and headers.
-            routing: which items are this drafter's.
-            num_slots: depth + 1: one in use, `depth` ahead of it.
-            slot_bytes: size of each; the largest batch must fit.
-            dtype: name of the feature dtype that headers must carry.
+        `num_slots` is depth + 1: one in use, `depth` ahead of it. The largest batch must fit into
+        `slot_bytes`. `dtype` names the dtype that headers must carry.
         """
         self.wait_s = 0.0
         """Seconds that `receive` has waited: the health of the split."""
         self.drafter = world.topology.drafter_ranks.index(world.rank)
         self._world, self._control, self._routing, self._dtype = world, control, routing, dtype
         self._slots = allocate_slots(world, num_slots, slot_bytes)
-        self._num_targets = len(world.topology.target_ranks)
         self._changed = threading.Condition()
         self._ready: dict[int, Received] = {}
         self._ended = False
@@ -233,19 +192,17 @@ class FeatureReceiver:
         self._thread.start()
 
     def receive(self) -> Received | None:
-        """Wait for the next item of this drafter; None after its last one, or at the stop.
-
-        The drafter ranks must agree on a stop, and request it, before any of them asks for an item
-        at or after it; then all see None at the same step.
+        """Wait for the next item of this drafter; None after its last one.
 
         Raises:
             RuntimeError: all targets have ended, but the item was never sent.
         """
-        start, item = time.monotonic(), self._next_item()
+        start, sequence = time.monotonic(), self._next_sequence
+        item = self._routing.item_of(self.drafter, sequence)
         if item is None:
             return None
         with self._changed:
-            while self._next_sequence not in self._ready:
+            while sequence not in self._ready:
                 if self._ended:
                     raise RuntimeError(
                         f"all targets have ended, but item {item}, the next of drafter "
@@ -254,76 +211,68 @@ class FeatureReceiver:
                 if not self._changed.wait(REPORT_EVERY_S):
                     waited, phases = time.monotonic() - start, self._control.phases()
                     logger.info("waiting %.0f s for item %d (%s)", waited, item, phases)
-            received = self._ready.pop(self._next_sequence)
+            received = self._ready.pop(sequence)
         self._next_sequence += 1
         self.wait_s += time.monotonic() - start
         return received
-
-    def _next_item(self) -> int | None:
-        """Return the item of the next sequence, or None if the stream ends before it."""
-        item = self._routing.item_of(self.drafter, self._next_sequence)
-        end = self._routing.end(self._control.stop_item())
-        return None if item is None or item >= end else item
 
     def release(self, received: Received) -> None:
         """Give a slot back, in the order received; call it on the stream that read it last.
 
         Credit goes out when the GPU has passed this point. Autograd may hold on to the features:
         release after the backward pass, or after they were copied.
-
-        Raises:
-            ValueError: not the oldest batch that is still held.
         """
-        if received.sequence != self._num_released:
-            raise ValueError(
-                f"item {received.item} is sequence {received.sequence}, but the oldest batch held "
-                f"is {self._num_released}: release in the order received"
-            )
+        assert received.sequence == self._num_released, "release in the order received"
         self._num_released += 1
         self._released.append(record_event(self._world))
 
     def close(self) -> None:
-        """Wait until all targets have drained; batches that a stop left over are let go.
+        """Wait until all targets have drained.
 
         Raises:
-            RuntimeError: this drafter has items left and nobody has requested a stop.
+            RuntimeError: this drafter has items left: targets would wait for credit for ever.
         """
-        if (item := self._next_item()) is not None:
+        item = self._routing.item_of(self.drafter, self._next_sequence)
+        if item is not None:
             raise RuntimeError(
-                f"drafter {self.drafter} closes before item {item}, which is its next: request a "
-                f"stop first, or the targets wait for credit for ever"
+                f"drafter {self.drafter} closes before item {item}, which is its next"
             )
         self._thread.join()
 
     def _run(self) -> None:
         """Give credit, post announced receives, hand over complete ones, until all is drained."""
         with exit_on_error(self._control.fail):
-            mover = Mover(self._world)
+            mover, num_targets = Mover(self._world), len(self._world.topology.target_ranks)
             num_headers, drained, next_look = 0, False, 0.0
-            flying: list[tuple[Received, Transfer]] = []
+            flying: dict[int, tuple[Received, Transfer]] = {}
             while True:
                 if not drained and time.monotonic() >= next_look:
                     # Before the look for a header: a target announces first and drains then.
-                    drained = self._control.num_drained() == self._num_targets
+                    drained = self._control.num_drained() == num_targets
                     next_look = time.monotonic() + _DRAINED_POLL_S
                 granted = self._grant()
                 header = self._control.header(self.drafter, num_headers)
                 if header is not None:
                     num_headers += 1
-                    flying.append(self._post(mover, header))
-                num_before, flying = len(flying), self._hand_over(mover, flying)
-                if drained and header is None and not flying:
-                    break
-                if not (granted or header or len(flying) < num_before):
+                    received, transfer = self._post(mover, header)
+                    flying[received.sequence] = received, transfer
+                landed = [s for s, (_, transfer) in flying.items() if mover.finished(transfer)]
+                arrived = {sequence: flying.pop(sequence)[0] for sequence in landed}
+                ended = drained and header is None and not flying
+                if arrived or ended:
+                    with self._changed:
+                        self._ready |= arrived
+                        self._ended = ended
+                        self._changed.notify_all()
+                if ended:
+                    return
+                if not (granted or header or arrived):
                     time.sleep(POLL_S)
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
 
     def _grant(self) -> bool:
         """Give credit for released slots that the GPU has read; tell whether there were any."""
         num_read = 0
-        while self._released and (self._released[0] is None or self._released[0].query()):
+        while self._released and passed(self._released[0]):
             self._released.popleft()
             num_read += 1
         if num_read:
@@ -339,20 +288,6 @@ class FeatureReceiver:
         received = Received(header.item, sequence, slot, header)
         return received, mover.post(slot[: header.num_bytes], lane)
 
-    def _hand_over(
-        self, mover: Mover, flying: list[tuple[Received, Transfer]]
-    ) -> list[tuple[Received, Transfer]]:
-        """Give complete batches to `receive`; returns the others."""
-        still = []
-        for received, transfer in flying:
-            if not mover.finished(transfer):
-                still.append((received, transfer))
-                continue
-            with self._changed:
-                self._ready[received.sequence] = received
-                self._changed.notify_all()
-        return still
-
     def _check(self, header: Header) -> int:
         """Return the sequence of an announced batch.
 
@@ -362,16 +297,12 @@ class FeatureReceiver:
         sender = self._world.topology.describe(header.target_rank)
         said, here = f"{sender} announces item {header.item}", f"drafter {self.drafter}"
         drafter, sequence = self._routing.route(header.item)
-        if drafter != self.drafter or self._routing.item_of(drafter, sequence) != header.item:
+        oldest, end = self._num_granted - len(self._slots), self._num_granted
+        if drafter != self.drafter or not oldest <= sequence < end:
             raise ValueError(
-                f"{said} to {here}, where the schedule gives it to drafter {drafter} as sequence "
-                f"{sequence}: do all ranks have the same schedule?"
-            )
-        oldest = self._num_granted - len(self._slots)
-        if not oldest <= sequence < self._num_granted:
-            raise ValueError(
-                f"{said}, sequence {sequence}, but {here} has room for sequences {oldest} to "
-                f"{self._num_granted - 1}: do all ranks have the same schedule?"
+                f"{said} to {here}, which has room for sequences {oldest} to {end - 1}; by the "
+                f"schedule here it is sequence {sequence} of drafter {drafter}: do all ranks have "
+                f"the same schedule?"
             )
         slot_bytes = len(self._slots[0])
         if not 1 <= header.num_bytes <= slot_bytes or header.dtype != self._dtype:

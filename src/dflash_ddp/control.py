@@ -5,6 +5,7 @@ store holds these keys; numbers are counters that only grow:
 
     beat/{rank}      each second: "counter|phase"; a counter that stands still is a dead rank
     done/{rank}      this rank needs nobody any more, and is not watched from here on
+    left             ranks that have stopped to watch; the holder of the store leaves last
     abort            why the job ends; the first cause stays
     said/{key}       a value published for everybody, such as "the data is prepared"
     ticket           the next item of the stream that nobody has claimed
@@ -12,7 +13,6 @@ store holds these keys; numbers are counters that only grow:
     count/{d}        headers written for drafter d
     header/{d}/{n}   the n-th of them: a batch lies complete on its target rank
     drained          targets that will send nothing more
-    stop             the stream ends before this item
 
 Invariants. No call here waits inside the store (that would hold the client's lock); each thread has
 a client of its own. Nothing has a time limit but the heartbeats: while every rank beats, waiting is
@@ -43,7 +43,6 @@ POLL_S = 0.002
 """Pause between two looks at the store."""
 REPORT_EVERY_S = 60.0
 """A wait longer than this is reported, again and again."""
-_HEADER_VERSION = 1
 _ABORT_POLL_S = 0.2
 _BEAT_S = 1.0
 _NUM_CLIENTS = 4
@@ -51,23 +50,18 @@ _NUM_CLIENTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The message that a batch lies complete on its target rank; its drafter may receive it now."""
+    """The message that a batch lies complete on its target rank; its drafter may receive it now.
+
+    `num_bytes` is the exact length of what follows on the lane, `dtype` that of the features, and
+    `digest` the CRC-32 of the packed batch, which the drafter compares with its own.
+    """
 
     item: int
-    """Number of the batch in the stream."""
     target_rank: int
     num_tokens: int
     num_bytes: int
-    """Exact length of the message that follows on the lane."""
     dtype: str
-    """Type of the context features."""
     digest: int
-    """CRC-32 of the packed batch; the drafter compares it with its own."""
-    compute_s: float = 0.0
-    """From the claim until the features were complete."""
-    credit_s: float = 0.0
-    """From then until the drafter had room; a send before it counts as room."""
-    version: int = _HEADER_VERSION
 
 
 def connection_lost(error: BaseException) -> bool:
@@ -109,9 +103,10 @@ class Control:
         self._dying = threading.Lock()
         self._before_exit: list[Callable[[], object]] = []
         self._phase = "start"
+        # Rank -> its last beat, and when this rank first saw it.
         now = time.monotonic()
         self._peers = {r: ("", now) for r in range(topology.world_size) if r != self.rank}
-        self._released = False
+        self._all_done = False
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._watcher.start()
@@ -143,28 +138,25 @@ class Control:
 
     def fail(self, error: BaseException) -> NoReturn:
         """End the job because of an exception of this rank: for `exit_on_error`."""
-        trace = "".join(traceback.format_exception(error)).strip()
-        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, ConfigError):  # written for people: a place in the code adds nothing
+            self.abort(str(error))
+        text, trace = f"{type(error).__name__}: {error}", traceback.format_exception(error)
         if isinstance(error, KeyboardInterrupt):
-            text, trace = "interrupted (Ctrl-C)", ""
-        elif isinstance(error, ConfigError):
-            self.abort(str(error))  # written for people: the place in the code adds nothing
+            text, trace = "interrupted (Ctrl-C)", []
         elif connection_lost(error):
             text += self._silent_peers()
         who = self.topology.describe(self.rank)
-        self.abort(f"{who} failed in phase '{self._phase}': {text}", trace)
+        self.abort(f"{who} failed in phase '{self._phase}': {text}", "".join(trace).strip())
 
     def _silent_peers(self) -> str:
         """Find out who is gone when torch only says that somebody is: whose beat stands still."""
         time.sleep(4 * _BEAT_S)
         still = time.monotonic() - 2.6 * _BEAT_S
-        silent = [
-            self.topology.describe(r) for r, (_, since) in self._peers.items() if since < still
-        ]
+        silent = [self.topology.describe(r) for r, (_, t) in self._peers.items() if t < still]
         return f" (no heartbeat from: {', '.join(silent)})" if silent else ""
 
     def abort(self, cause: str, trace: str = "") -> NoReturn:
-        """End the job. The first cause of all ranks wins: every rank prints that one and exits."""
+        """End the job. The first cause of all ranks wins: every rank ends with that one."""
         try:
             first = self._store.compare_set("abort", "", f"{cause}\n{trace[-1500:]}").decode()
         except RuntimeError as error:
@@ -172,10 +164,9 @@ class Control:
         self._die(first, own=cause)
 
     def _lost_store(self, error: RuntimeError) -> str:
-        who = self.topology.describe(self.rank)
         return (
-            f"{who} lost the job's store: the launcher or the process that holds it has ended, or "
-            f"the network broke ({error})"
+            f"{self.topology.describe(self.rank)} lost the job's store: the launcher or the "
+            f"process that holds it has ended, or the network broke ({error})"
         )
 
     def _die(self, first: str, own: str = "") -> NoReturn:
@@ -206,7 +197,7 @@ class Control:
                     next_beat = time.monotonic() + _BEAT_S
                     self._look_at_peers()
             except RuntimeError as error:
-                if self._released:
+                if self._all_done:
                     return
                 lost = self._lost_store(error)
                 self._die(lost, own=lost)
@@ -215,30 +206,24 @@ class Control:
         """Read all beats, then judge: so a rank that was frozen itself blames nobody."""
         known = [r for r in self._peers if self._peers[r][0] or self._store.check([f"beat/{r}"])]
         beats = self._store.multi_get([f"beat/{r}" for r in known]) if known else []
-        for rank, value in zip(known, beats, strict=True):
-            if value.decode() != self._peers[rank][0]:
-                self._peers[rank] = (value.decode(), time.monotonic())
+        for rank, beat in zip(known, (beat.decode() for beat in beats), strict=True):
+            if beat != self._peers[rank][0]:
+                self._peers[rank] = (beat, time.monotonic())
         now = time.monotonic()
         for rank, (beat, since) in self._peers.items():
             limit_s = self._limits_s[0 if beat else 1]
             if now - since > limit_s and not self._store.check([f"done/{rank}"]):
                 last = f"last phase '{beat.partition('|')[2]}'" if beat else "it never started"
-                who, by = self.topology.describe(rank), self.topology.describe(self.rank)
                 self.abort(
-                    f"{who} has no heartbeat for {limit_s:.0f} s ({last}): dead, frozen, or its "
-                    f"node is gone; seen by {by}"
+                    f"{self.topology.describe(rank)} has no heartbeat for {limit_s:.0f} s ({last}):"
+                    f" dead, frozen, or its node is gone; seen by rank {self.rank}"
                 )
 
     # Start and end of the run.
 
     def publish(self, key: str, value: str = "") -> None:
-        """Give all ranks a value, once ("data", "prepared")."""
+        """Give all ranks a value ("data", "prepared"); the last one published stays."""
         self._store.set(f"said/{key}", f"={value}")
-
-    def wait_for(self, key: str, what: str) -> str:
-        """Wait until a value is published, as long as all ranks beat; `what` is for people."""
-        self._wait_until(lambda: self._store.check([f"said/{key}"]), what)
-        return self._store.get(f"said/{key}").decode()[1:]
 
     def said(self, key: str) -> str | None:
         """Return the value last published under a key, or None."""
@@ -246,10 +231,15 @@ class Control:
             return None
         return self._store.get(f"said/{key}").decode()[1:]
 
-    def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
+    def wait_for(self, key: str, what: str) -> str:
+        """Wait until a value is published, as long as all ranks beat; `what` is for people."""
+        self._wait_until([f"said/{key}"], what)
+        return self._store.get(f"said/{key}").decode()[1:]
+
+    def _wait_until(self, keys: list[str], what: str) -> None:
         """Poll, and say now and then who is waited for; the watcher sees the abort flag."""
         start = reported = time.monotonic()
-        while not ready():
+        while not self._store.check(keys):
             if time.monotonic() - reported > REPORT_EVERY_S:
                 reported = time.monotonic()
                 logger.info("waiting %.0f s for %s (%s)", reported - start, what, self.phases())
@@ -262,9 +252,10 @@ class Control:
 
     def wait_all_done(self) -> None:
         """Wait until every rank is done. Then, and not before, groups may be destroyed."""
-        keys = [f"done/{rank}" for rank in range(self.topology.world_size)]
-        self._wait_until(lambda: self._store.check(keys), "all ranks to be done")
-        self._released = True
+        self._wait_until(
+            [f"done/{rank}" for rank in range(self.topology.world_size)], "all ranks to be done"
+        )
+        self._all_done = True
 
     def close(self) -> None:
         """Stop watching. The holder of the store leaves last (it waits 10 s at most)."""
@@ -275,7 +266,7 @@ class Control:
             time.sleep(10 * POLL_S)
             num_left = self._store.add("left", 0)
 
-    # The stream: tickets, credits, headers, stop.
+    # The stream: tickets, credits, headers.
 
     def claim(self) -> int:
         """Take the next ticket: 0, 1, 2, ... over all target ranks."""
@@ -295,21 +286,12 @@ class Control:
         self._store.set(f"header/{drafter}/{number}", json.dumps(asdict(header)))
 
     def header(self, drafter: int, number: int) -> Header | None:
-        """Take header 0, 1, ... of a drafter out of the store; None if it is not there yet.
-
-        Raises:
-            ValueError: it was written by another version of this package.
-        """
+        """Take header 0, 1, ... of a drafter out of the store; None if it is not there yet."""
         key = f"header/{drafter}/{number}"
         if not self._store.check([key]):
             return None
         fields = json.loads(self._store.get(key))
         self._store.delete_key(key)
-        if fields.get("version") != _HEADER_VERSION:
-            raise ValueError(
-                f"header version {fields.get('version')}, this rank knows {_HEADER_VERSION}: "
-                f"install the same dflash_ddp on all nodes"
-            )
         return Header(**fields)
 
     def drained(self) -> None:
@@ -319,11 +301,3 @@ class Control:
     def num_drained(self) -> int:
         """Return how many targets send nothing more."""
         return self._store.add("drained", 0)
-
-    def request_stop(self, item: int) -> int:
-        """End the stream before `item`. The first request stays; returns the one in force."""
-        return int(self._store.compare_set("stop", "", str(item)))
-
-    def stop_item(self) -> int | None:
-        """Return the item before which the stream ends, or None."""
-        return int(self._store.get("stop")) if self._store.check(["stop"]) else None

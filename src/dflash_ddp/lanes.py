@@ -1,9 +1,8 @@
 """One transfer over one lane, and the buffers for it: where NCCL and gloo differ.
 
-In: a flat uint8 buffer and a lane. Out: a transfer that can be asked whether it has finished, as
-seen from the host. Invariant: a buffer lives for the whole run, so no transfer outlives its memory;
-whoever posts a transfer knows that the other side is ready (see channel.py), so it only lasts as
-long as the bytes need.
+In: a flat uint8 buffer and a lane. Out: a transfer that can be asked whether it has finished.
+Invariant: a buffer lives for the whole run, so no transfer outlives its memory; and whoever posts
+one knows that the other side is ready (see channel.py), so it lasts as long as its bytes need.
 
 NCCL: on a side stream, so that nothing waits for compute; completion is polled. Gloo: `wait` in the
 thread that posted, never with a time limit (one that expires closes the lane), and no polling
@@ -11,7 +10,7 @@ thread that posted, never with a time limit (one that expires closes the lane), 
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,7 @@ class LaneError(RuntimeError):
     """A transfer failed; the text names the peer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """A send or receive that was posted."""
 
     lane: tuple[int, int]
@@ -49,13 +47,12 @@ class Mover:
         Raises:
             LaneError: the peer is gone.
         """
-        target, drafter = lane
-        group = self._world.lanes[lane]
+        (target, drafter), group = lane, self._world.lanes[lane]
         try:
             with self._side_stream:
                 # Who meets: the two ranks of the lane. The target has written a header and sends;
                 # the drafter has read it and receives. If the peer dies, gloo raises at once; on
-                # NCCL the heartbeats end the job, or lane_s does.
+                # NCCL the heartbeats end the job, or LANE_LIMIT does.
                 if self._world.rank == target:
                     work = dist.isend(buffer, drafter, group=group)
                 else:
@@ -103,3 +100,8 @@ def record_event(world: World) -> torch.cuda.Event | None:
     event = torch.cuda.Event()
     event.record()
     return event
+
+
+def passed(event: torch.cuda.Event | None) -> bool:
+    """Tell whether the GPU has passed a mark."""
+    return event is None or event.query()

@@ -1,12 +1,12 @@
 """What people see on the console, and the one place where a program ends on an error.
 
-In: log records of every rank. Out: lines on stderr that open with time, rank and role. A job of
-eight processes prints the INFO lines of two (the first rank of each role) and the warnings of all.
+In: log records of every rank. Out: lines on stderr that open with time, rank and role; INFO of the
+first rank of each role, warnings of all.
 
-`exit_on_error` is the outermost `with` of a program and of each thread of ours. It holds the only
-broad `except` of the package. Invariant: an error leaves it in one of two ways. With `publish` set
-(`Control.fail`) the cause goes to all ranks and the process ends there, so threads that hang cannot
-keep it alive. Without, the traceback is printed and the exit code is 1; the launcher ends the rest.
+`exit_on_error` is the outermost `with` of a program and of each thread of ours, and holds the only
+broad `except` of the package. Invariant: an error ends the process. With `publish` set
+(`Control.fail`) the cause goes to all ranks, and threads that hang cannot keep the process alive;
+without, the traceback is printed and the launcher ends the other ranks.
 """
 
 import logging
@@ -18,27 +18,20 @@ from dataclasses import dataclass
 logger = logging.getLogger(__name__)
 
 
-def setup_logging(*, rank: int, role: str, verbose: bool, level: int = logging.INFO) -> None:
-    """Send the log to stderr, rank and role in front of each line. May be called again.
-
-    Args:
-        rank: global rank of this process.
-        role: "target", "drafter", or "colocated".
-        verbose: True on the rank that speaks for its role; others print WARNING and worse only.
-        level: lowest level of our own records on a verbose rank; WARNING for other libraries.
-    """
+def setup_logging(*, rank: int, role: str, verbose: bool) -> None:
+    """Send the log to stderr, rank and role in front; INFO of our own modules only if `verbose`."""
     form = f"%(asctime)s [rank {rank} {role}] %(levelname)s %(message)s"
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(form, datefmt="%H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("dflash_ddp").setLevel(level if verbose else logging.WARNING)
+    logging.getLogger("dflash_ddp").setLevel(logging.INFO if verbose else logging.WARNING)
 
 
 @dataclass(slots=True)
 class ExitHandler:
-    """Where an error goes. `publish` ends the process; None until there are peers to tell."""
+    """Where an error goes: `publish` tells the peers and ends the process; None without peers."""
 
     publish: Callable[[BaseException], object] | None = None
 
@@ -47,13 +40,10 @@ class ExitHandler:
 def exit_on_error(
     publish: Callable[[BaseException], object] | None = None,
 ) -> Iterator[ExitHandler]:
-    """End the process on any exception in the body, with the cause printed once.
+    """End the process on any exception in the body, Ctrl-C included; the cause is printed once.
 
     SystemExit with code 0 or None passes through (`--help`), and so does any SystemExit while
-    nobody is there to be told. Ctrl-C counts as an error of this rank: its peers must end too.
-
-    Args:
-        publish: tells the peers and ends this process; or set it later on the yielded handler.
+    nobody is there to be told. `publish` may also be set later, on the yielded handler.
 
     Raises:
         SystemExit: code 1 (130 after Ctrl-C), when `publish` is None.

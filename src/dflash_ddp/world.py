@@ -28,6 +28,13 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 logger = logging.getLogger(__name__)
 
+# Limits of the groups. They find a hung GPU; the heartbeats find a dead or frozen process.
+START_LIMIT = timedelta(minutes=10)  # making the groups, and reaching the store
+LANE_LIMIT = timedelta(minutes=5)  # one transfer; it starts when both sides are ready
+DRAFTERS_LIMIT = timedelta(minutes=10)  # one collective; covers a checkpoint that others wait for
+
+NUM_STORE_CLIENTS = 5  # four threads of a rank's control plane, and the process groups
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:
@@ -75,7 +82,8 @@ def plan_topology(
     Raises:
         ValueError: split and processes do not fit; the text says what to change.
     """
-    if world_size % local_world_size:
+    num_nodes, rest = divmod(world_size, local_world_size)
+    if rest:
         raise ValueError(
             f"{world_size} processes do not fill nodes of {local_world_size}: start the same "
             f"--nproc_per_node on every node"
@@ -93,9 +101,14 @@ def plan_topology(
             f"split.targets={num_targets} split.drafters={num_drafters}: each role needs one rank "
             f"or more; one process alone can run split=colocated"
         )
-    num_nodes = world_size // local_world_size
-    if num_targets + num_drafters != world_size:
-        raise ValueError(_misfit_text(num_targets, num_drafters, world_size, num_nodes))
+    if (wanted := num_targets + num_drafters) != world_size:
+        drafters = min(max(1, round(world_size * num_drafters / wanted)), world_size - 1)
+        proposal = f"split.targets={world_size - drafters} split.drafters={drafters}"
+        raise ValueError(
+            f"split asks for {num_targets} target + {num_drafters} drafter ranks = {wanted} "
+            f"processes, torchrun started {world_size}; use "
+            f"{proposal if drafters else 'split=colocated'}, or start {wanted}"
+        )
     drafter_ranks: list[int] = []
     for node in range(num_nodes):
         num_here = num_drafters // num_nodes + (node < num_drafters % num_nodes)
@@ -103,23 +116,6 @@ def plan_topology(
         drafter_ranks += range(node_end - num_here, node_end)
     target_ranks = tuple(r for r in range(world_size) if r not in drafter_ranks)
     return Topology(target_ranks, tuple(drafter_ranks), colocated=False)
-
-
-def _misfit_text(num_targets: int, num_drafters: int, world_size: int, num_nodes: int) -> str:
-    """Say that T + D is not the number of processes, and propose the nearest split that is."""
-    wanted = num_targets + num_drafters
-    proposal = "split=colocated"
-    if world_size > 1:
-        drafters = min(max(1, round(world_size * num_drafters / wanted)), world_size - 1)
-        proposal = f"split.targets={world_size - drafters} split.drafters={drafters}"
-    restart = ""
-    if wanted % num_nodes == 0:
-        nodes = f" on each of {num_nodes} nodes" if num_nodes > 1 else ""
-        restart = f" (or start --nproc_per_node {wanted // num_nodes}{nodes})"
-    return (
-        f"split asks for {num_targets} target + {num_drafters} drafter ranks = {wanted} processes, "
-        f"torchrun started {world_size}; use {proposal}{restart}"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,46 +165,31 @@ class JobStore:
     where its host asks a name server that does not answer.
     """
 
-    def __init__(self, launch: Launch, *, num_clients: int = 5, timeout_s: float = 300.0) -> None:
+    def __init__(self, launch: Launch) -> None:
         """Reach the store, after starting it if no agent holds it.
 
         Raises:
             torch.distributed.DistError: nobody answers, or the port is taken; names host and port.
         """
+
+        def connect(port: int, *, is_master: bool) -> TCPStore:
+            return TCPStore(
+                launch.store_host,
+                port,
+                world_size=launch.world_size,  # without it, torch lets a retry wait up to 30 s
+                is_master=is_master,
+                wait_for_workers=False,
+                timeout=START_LIMIT,
+            )
+
         self._prefix = f"dflash/{launch.run_id}/{launch.restart_count}"
-        self._server, port = None, launch.store_port
-        if launch.hosts_store:
-            self._server = _open_store(launch, port, True, timeout_s)
-            port = self._server.port
-        self._clients = [_open_store(launch, port, False, timeout_s) for _ in range(num_clients)]
+        self._server = connect(launch.store_port, is_master=True) if launch.hosts_store else None
+        port = self._server.port if self._server else launch.store_port
+        self._clients = [connect(port, is_master=False) for _ in range(NUM_STORE_CLIENTS)]
 
     def client(self, prefix: str) -> Store:
         """Hand out a connection that nobody else uses, with keys under `prefix`."""
         return PrefixStore(f"{self._prefix}/{prefix}", self._clients.pop())
-
-
-def _open_store(launch: Launch, port: int, is_master: bool, timeout_s: float) -> TCPStore:
-    """Open the server or a client. Without world_size, torch lets a retry wait up to 30 s."""
-    return TCPStore(
-        launch.store_host,
-        port,
-        world_size=launch.world_size,
-        is_master=is_master,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Limits in seconds. These find a hung GPU; the heartbeats find a dead or frozen process."""
-
-    start_s: float = 600.0
-    """Making the groups."""
-    lane_s: float = 300.0
-    """One transfer; it starts when both sides are ready."""
-    drafters_s: float = 600.0
-    """One collective of the drafters; covers a checkpoint that the others wait for."""
 
 
 @dataclass(slots=True)
@@ -216,8 +197,6 @@ class World:
     """The live job as this rank sees it."""
 
     rank: int
-    local_rank: int
-    world_size: int
     device: torch.device
     topology: Topology
     drafter_group: dist.ProcessGroup | None = None
@@ -234,8 +213,6 @@ def init_world(
     device_type: str,
     share_gpu: bool = False,
     lane_ctas: int = 4,
-    timeouts: Timeouts = Timeouts(),
-    allow_one_connection: bool = False,
 ) -> World:
     """Bind the device, make the groups, connect the lanes. All ranks of the job meet here.
 
@@ -248,40 +225,33 @@ def init_world(
         device_type: "cuda" (NCCL, and gloo for tensors in host memory) or "cpu" (gloo).
         share_gpu: several ranks may use one GPU. For tests: NCCL then takes slow sockets.
         lane_ctas: thread blocks that one transfer may take from the GPU.
-        timeouts: limits of the groups.
-        allow_one_connection: accept CUDA_DEVICE_MAX_CONNECTIONS=1.
 
     Raises:
         ValueError: more local ranks than GPUs, or CUDA_DEVICE_MAX_CONNECTIONS=1.
     """
     cuda = device_type == "cuda"
-    device = torch.device("cpu")
-    if cuda:
-        _set_cuda_environment(launch.rank, share_gpu, allow_one_connection)
-        device = _bind_gpu(launch, share_gpu)
+    device = _bind_gpu(launch, share_gpu) if cuda else torch.device("cpu")
     # Who meets: all ranks. No device_id: groups stay lazy, and new_group is no collective split.
-    # A rank that does not come is named by the heartbeats, or ends this call after start_s.
+    # A rank that does not come is named by the heartbeats, or ends this call after the limit.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         store=store.client("groups"),
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=timedelta(seconds=timeouts.start_s),
+        timeout=START_LIMIT,
     )
-    world = World(launch.rank, launch.local_rank, launch.world_size, device, topology)
+    world = World(launch.rank, device, topology)
     # Who meets: all ranks, members or not, here and for each lane, in one order; else as above.
     # new_group does not inherit the timeout of the default group.
-    drafters, limit = list(topology.drafter_ranks), timedelta(seconds=timeouts.drafters_s)
-    group = dist.new_group(drafters, timeout=limit)
-    world.drafter_group = group if launch.rank in drafters else None
+    group = dist.new_group(list(topology.drafter_ranks), timeout=DRAFTERS_LIMIT)
+    world.drafter_group = group if launch.rank in topology.drafter_ranks else None
     for lane in topology.lanes:
         options = None
         if cuda:  # a fresh object for each group: torch changes it
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options.config.max_ctas = lane_ctas
-        limit = timedelta(seconds=timeouts.lane_s)
         backend = "nccl" if cuda else "gloo"
-        group = dist.new_group(list(lane), timeout=limit, backend=backend, pg_options=options)
+        group = dist.new_group(list(lane), timeout=LANE_LIMIT, backend=backend, pg_options=options)
         if launch.rank in lane:
             world.lanes[lane] = group
     _warm_up(world)
@@ -293,7 +263,7 @@ def _warm_up(world: World) -> None:
     byte = torch.zeros(1, dtype=torch.uint8, device=world.device)
     for (target, drafter), group in world.lanes.items():
         # Who meets: the two ranks of the lane. All ranks walk their lanes in one order, so the
-        # first lane that is not connected can always go on. If a rank does not come: lane_s.
+        # first lane that is not connected can always go on. If a rank does not come: LANE_LIMIT.
         if world.rank == target:
             dist.send(byte, drafter, group=group)
         else:
@@ -302,29 +272,25 @@ def _warm_up(world: World) -> None:
             torch.cuda.synchronize(world.device)
 
 
-def _set_cuda_environment(rank: int, share_gpu: bool, allow_one_connection: bool) -> None:
-    """Set what CUDA and NCCL read at their first use; what the user has set stays."""
+def _bind_gpu(launch: Launch, share_gpu: bool) -> torch.device:
+    """Choose the GPU, after setting what CUDA and NCCL read once; what the user has set stays."""
     wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000"}
     if share_gpu:
         # NCCL refuses two ranks of one host on one GPU. With a host name of its own each rank is
         # a node, and traffic goes through sockets of the loopback interface.
-        os.environ["NCCL_HOSTID"] = f"rank{rank}"
+        os.environ["NCCL_HOSTID"] = f"rank{launch.rank}"
         wanted |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
         wanted |= {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
         wanted |= {"RES_OPTIONS": "timeout:1 attempts:1"}
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
-    if os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and not allow_one_connection:
+    if os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1":
         raise ValueError(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 puts transfers and compute into one queue of the GPU; "
             "unset it (32 is used then)"
         )
     if torch.cuda.is_initialized():
         logger.warning("CUDA is in use already: CUDA_DEVICE_MAX_CONNECTIONS has no effect now")
-
-
-def _bind_gpu(launch: Launch, share_gpu: bool) -> torch.device:
-    """Choose this rank's GPU and make it the current one."""
     num_gpus = torch.cuda.device_count()
     if num_gpus == 0 or (launch.local_world_size > num_gpus and not share_gpu):
         raise ValueError(

@@ -155,21 +155,19 @@ def test_broken_collective_names_the_silent_rank():
         assert outcome.ended_at < outcomes[1].ended_at + 10
 
 
-def tickets(rank: int) -> tuple:
+def tickets(rank: int) -> list[int]:
     _, _, _, control = start(rank)
     mine = [control.claim() for _ in range(20)]
-    stop = control.request_stop(100 + rank)
     finish(control)
-    return mine, stop
+    return mine
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("store_in_rank0", [False, True])
-def test_tickets_are_unique_and_the_first_stop_stays(store_in_rank0):
+def test_tickets_are_unique(store_in_rank0):
     outcomes = run_ranks(tickets, 3, store_in_rank0=store_in_rank0)
-    claimed = [ticket for outcome in outcomes for ticket in outcome.value[0]]
+    claimed = [ticket for outcome in outcomes for ticket in outcome.value]
     assert sorted(claimed) == list(range(60))
-    assert len({outcome.value[1] for outcome in outcomes}) == 1
 
 
 def one_process(rank: int) -> tuple:

@@ -27,31 +27,16 @@ transformers_delta_rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
 transformers_convolution = modeling_qwen3_5.causal_conv1d_fn
 
 
-def compile_layers(
-    model: PreTrainedModel,
-    *,
-    backend: str | Callable = "inductor",
-    dynamic: bool = True,
-    mixers: bool = True,
-) -> None:
-    """Compile every decoder layer of a frozen target, in place; on the main thread, before capture.
-
-    Args:
-        model: the target.
-        backend: of torch.compile.
-        dynamic: one compilation for all row shapes; False compiles each shape anew.
-        mixers: False leaves linear-attention mixers uncompiled and compiles what is around them.
-    """
+def compile_layers(model: PreTrainedModel, *, backend: str | Callable = "inductor") -> None:
+    """Compile the layers of a frozen target, in place: on the main thread, before capture."""
     layers = decoder_layers(model)
     for layer in layers:
         mixer = getattr(layer, "linear_attn", None)
-        if mixer is not None and mixers:
+        if mixer is not None:
             vars(sys.modules[type(mixer).__module__]).update(
                 torch_chunk_gated_delta_rule=delta_rule, causal_conv1d_fn=convolution
             )
-        elif mixer is not None:
-            mixer.forward = torch.compiler.disable(mixer.forward)
-        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=dynamic)
+        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=True)
     logger.info("%d target layers will be compiled at their first forward", len(layers))
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AutoModel, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoModel, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from dflash_ddp.target.tables import check_capture_layers, read_config
@@ -36,13 +36,11 @@ def causal_attention(
     scaling: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention of whole rows; no mask.
+    """Causal attention of whole rows: query `[R, A, L, D]`, key, value `[R, G, L, D]`, no mask.
 
-    Query is `[R, A, L, D]`, key and value are `[R, G, L, D]`, out is `[R, L, A, D]`.
-
-    Before it builds a mask, transformers asks the GPU whether the rows are packed: a wait in every
-    forward. For an attention function that it does not know it builds none and asks nothing. It
-    passes more keywords than we read, hence `**_`.
+    Out is `[R, L, A, D]`. Before it builds a mask, transformers asks the GPU whether rows are
+    packed: a wait in every forward. For an attention function that it does not know it builds none
+    and asks nothing. It passes more keywords than we read, hence `**_`.
     """
     if attention_mask is not None:
         raise ValueError("context features are captured without an attention mask")
@@ -65,16 +63,10 @@ def load_target(
     attention: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load a frozen target straight onto `device`.
+    """Load a frozen target straight onto `device`; it is never in host memory as a whole.
 
-    Args:
-        path: folder or hub id.
-        revision: hub revision, or None.
-        capture_layers: decoder layers that will be read; the highest is the last one loaded.
-        dtype: of the weights and so of the features.
-        device: where the weights go; they are never in host memory as a whole.
-        attention: "sdpa" (PyTorch's fused causal attention), or another name of transformers.
-        trust_remote_code: run model code that comes with the checkpoint.
+    The highest of `capture_layers` is the last layer that is read. `attention` is "sdpa" (PyTorch's
+    fused causal attention) or another name of transformers.
 
     Raises:
         ValueError: bad capture layers, a quantised or incomplete checkpoint, an unknown layout.
@@ -84,40 +76,38 @@ def load_target(
     check_capture_layers(capture_layers, text.num_hidden_layers)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"target.path={path!r} is quantised: give the bf16 checkpoint instead.")
-    _keep_layers(text, max(capture_layers) + 1)
-    with _quiet_loading():
-        model, report = AutoModel.from_pretrained(
-            path,
-            config=text,
-            revision=revision,
-            dtype=dtype,
-            device_map={"": device},
-            attn_implementation=attention,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    missing = sorted(report["missing_keys"])
-    if missing:
+    text.num_hidden_layers = num_layers = max(capture_layers) + 1
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:num_layers]
+    # Unread tensors are skipped on purpose: transformers need not list them.
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    model, report = AutoModel.from_pretrained(
+        path,
+        config=text,
+        revision=revision,
+        dtype=dtype,
+        device_map={"": device},
+        attn_implementation=attention,
+        trust_remote_code=trust_remote_code,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    transformers_logging.set_verbosity(verbosity)
+    if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"target.path={path!r}: the files lack {len(missing)} tensors, which would be random: "
             f"{', '.join(missing[:5])}. Complete the download, or name the right checkpoint."
         )
-    freeze_target(model, capture_layers=capture_layers)
-    logger.info("target %s: %d layers, %s, on %s", path, len(model.layers), dtype, device)
+    decoder_layers(model)  # or this kind of target is refused
+    _freeze(model)
+    logger.info("target %s: %d layers, %s, on %s", path, num_layers, dtype, device)
     return model
 
 
-def freeze_target(model: PreTrainedModel, *, capture_layers: Sequence[int]) -> None:
-    """Turn a base model into a target, in place: frozen, cut after the last captured layer.
-
-    Raises:
-        ValueError: bad capture layers, or no decoder layers in `.layers` before a final `.norm`.
-    """
-    layers = decoder_layers(model)
-    check_capture_layers(capture_layers, len(layers))
-    del layers[max(capture_layers) + 1 :]
-    _keep_layers(model.config, len(layers))
+def _freeze(model: PreTrainedModel) -> None:
+    """Take off the final norm, stop gradients and caches, and choose the attention."""
     model.norm = nn.Identity()
     model.config.use_cache = False
     model.eval().requires_grad_(False)
@@ -129,7 +119,7 @@ def freeze_target(model: PreTrainedModel, *, capture_layers: Sequence[int]) -> N
         else:
             model.set_attn_implementation(CAUSAL_ROWS)
     if "linear_attention" in types:
-        logger.info("linear attention: %s", "; ".join(describe_kernels()))
+        logger.info("linear attention: %s", "; ".join(_describe_kernels()))
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -143,19 +133,17 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
-def describe_kernels() -> list[str]:
+def _describe_kernels() -> Iterator[str]:
     """One phrase for each kernel of linear attention: what transformers runs, what to install."""
-    phrases = []
     for what, module, package, otherwise in (
         ("delta rule", "fla.ops.gated_delta_rule", "flash-linear-attention", "slow"),
         ("convolution", "causal_conv1d", "causal-conv1d", "slow unless layers are compiled"),
     ):
         try:
             importlib.import_module(module)
-            phrases.append(f"{what} by {package}")
+            yield f"{what} by {package}"
         except (ImportError, OSError, RuntimeError) as error:
-            phrases.append(f"{what} in PyTorch, {otherwise} (install {package}: {error})")
-    return phrases
+            yield f"{what} in PyTorch, {otherwise} (install {package}: {error})"
 
 
 @contextmanager
@@ -174,25 +162,3 @@ def transformers_forward(model: PreTrainedModel) -> Iterator[None]:
         for layer, forward in compiled.items():
             if forward is not None:
                 layer.forward = forward
-
-
-def _keep_layers(text: PretrainedConfig, num_layers: int) -> None:
-    """Shorten a text config, in place, to its first decoder layers."""
-    text.num_hidden_layers = num_layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:num_layers]
-
-
-@contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """Without transformers' table of unread tensors (we skip them on purpose) and progress bar."""
-    library_logger = logging.getLogger("transformers")
-    level, bar = library_logger.level, transformers_logging.is_progress_bar_enabled()
-    library_logger.setLevel(logging.ERROR)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        library_logger.setLevel(level)
-        if bar:
-            transformers_logging.enable_progress_bar()

@@ -33,7 +33,6 @@ class TargetSpec:
 
     Attributes:
         model_type: of the top level of config.json, such as "qwen3_5".
-        layer_types: mixer of each layer, such as "full_attention"; () if the config is silent.
         num_layers: decoder layers of the whole target.
         table_rows: V, rows of the embedding and head tables (padded past the tokenizer).
         rope_theta: rotary base of the full-attention layers.
@@ -42,8 +41,6 @@ class TargetSpec:
     """
 
     model_type: str
-    architectures: tuple[str, ...]
-    layer_types: tuple[str, ...]
     hidden_size: int
     num_layers: int
     table_rows: int
@@ -88,7 +85,6 @@ def read_spec(path: str, revision: str | None, trust_remote_code: bool = False) 
     """
     config = read_config(path, revision, trust_remote_code)
     text = config.get_text_config(decoder=True)
-    raw, _ = PretrainedConfig.get_config_dict(path, revision=revision)
 
     def need(key: str) -> int:
         if getattr(text, key, None) is None:
@@ -106,8 +102,6 @@ def read_spec(path: str, revision: str | None, trust_remote_code: bool = False) 
     num_heads = need("num_attention_heads")
     return TargetSpec(
         model_type=config.model_type,
-        architectures=tuple(config.architectures or ()),
-        layer_types=tuple(getattr(text, "layer_types", None) or ()),
         hidden_size=need("hidden_size"),
         num_layers=need("num_hidden_layers"),
         table_rows=need("vocab_size"),
@@ -119,7 +113,7 @@ def read_spec(path: str, revision: str | None, trust_remote_code: bool = False) 
         rms_norm_eps=need("rms_norm_eps"),
         max_position_embeddings=need("max_position_embeddings"),
         initializer_range=getattr(text, "initializer_range", 0.02),
-        tied=_tied(raw, text),
+        tied=_tied(PretrainedConfig.get_config_dict(path, revision=revision)[0], text),
         eos_token_ids=tuple(dict.fromkeys(ids("eos_token_id"))),
         bos_token_id=next(iter(ids("bos_token_id")), None),
         pad_token_id=next(iter(ids("pad_token_id")), None),
@@ -129,9 +123,8 @@ def read_spec(path: str, revision: str | None, trust_remote_code: bool = False) 
 def _nested_rope_theta(text: PretrainedConfig) -> float | None:
     """The base inside `rope_parameters`, which may hold one entry for each layer type."""
     nested = getattr(text, "rope_parameters", None) or {}
-    entries = [nested, nested.get("full_attention"), *nested.values()]
-    bases = [entry.get("rope_theta") for entry in entries if isinstance(entry, dict)]
-    return next((float(base) for base in bases if base is not None), None)
+    base = nested.get("full_attention", nested).get("rope_theta")
+    return None if base is None else float(base)
 
 
 def _tied(raw: dict, text: PretrainedConfig) -> bool:
@@ -139,11 +132,13 @@ def _tied(raw: dict, text: PretrainedConfig) -> bool:
 
     The raw file, because a wrapper class fills in a default of its own for a flag never written.
     """
-    nested = [
-        v for v in raw.values() if isinstance(v, dict) and v.get("model_type") == text.model_type
+    levels = [raw, *(level for level in raw.values() if isinstance(level, dict))]
+    flags = [
+        level.get("tie_word_embeddings")
+        for level in levels
+        if level is raw or level.get("model_type") == text.model_type
     ]
-    flags = [level.get("tie_word_embeddings") for level in (raw, *nested)]
-    if all(flag is None for flag in flags):
+    if set(flags) == {None}:
         return bool(getattr(text, "tie_word_embeddings", False))
     return any(flags)
 
@@ -187,7 +182,7 @@ def read_tables(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> tuple[Tensor, Tensor]:
-    """Read `(embedding_VH, head_VH)`, frozen; a tied target gives the same tensor twice.
+    """Read `(embedding_VH, head_VH)`; a tied target gives the same tensor twice.
 
     Of a hub target only the shards that hold the tables are fetched.
 
@@ -227,14 +222,9 @@ def _tensor_files(path: str, revision: str | None) -> dict[str, str]:
     if single is not None:
         with safe_open(single, framework="pt") as handle:
             return dict.fromkeys(handle.keys(), single.name)
-    for name in ("pytorch_model.bin.index.json", "pytorch_model.bin"):
-        if _fetch(path, revision, name) is not None:
-            raise ValueError(
-                f"target.path={path!r}: has only PyTorch .bin weights, which can run code if read. "
-                "Load it with transformers and save_pretrained() it as safetensors."
-            )
     raise ValueError(
-        f"target.path={path!r}: found neither model.safetensors nor model.safetensors.index.json."
+        f"target.path={path!r}: found neither model.safetensors nor model.safetensors.index.json. "
+        "Load other formats with transformers and save_pretrained() them."
     )
 
 
@@ -251,11 +241,7 @@ def _fetch(path: str, revision: str | None, name: str) -> Path | None:
 
 def _find_table(file_of: dict[str, str], suffix: str, path: str) -> str:
     """The one tensor that ends in `suffix`; a multi-token-prediction head's own does not count."""
-    names = [
-        name
-        for name in sorted(file_of)
-        if f".{name}".endswith(f".{suffix}") and not name.startswith("mtp.")
-    ]
+    names = [n for n in sorted(file_of) if f".{n}".endswith(f".{suffix}") and n[:4] != "mtp."]
     if len(names) != 1:
         raise ValueError(
             f"target.path={path!r}: needs one tensor named *{suffix}, found {names}. An untied "
