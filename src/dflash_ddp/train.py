@@ -127,7 +127,8 @@ def run_rank(config: Config) -> None:
     )
     with exit_on_error() as handler:
         from dflash_ddp.control import Control
-        from dflash_ddp.startup import device_type, prepare_run
+        from dflash_ddp.preflight import device_type
+        from dflash_ddp.startup import prepare_run
         from dflash_ddp.world import JobStore, close_world, init_world
 
         store = JobStore(launch)

@@ -1,0 +1,159 @@
+"""What rank 0 checks before anything slow: target, drafter, tokenizer and output folder, without loading weights."""
+
+import json
+import logging
+import os
+import shutil
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+import yaml
+from huggingface_hub import constants as hub_constants
+from transformers import AutoTokenizer
+
+from dflash_ddp.checkpoint import complete_checkpoints, read_state, remove_leftovers
+from dflash_ddp.config import Config, ConfigError, Device, Dtype, resolved
+from dflash_ddp.export import drafter_shape
+from dflash_ddp.target.tables import (
+    check_capture_layers,
+    choose_mask_token,
+    default_capture_layers,
+    read_spec,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def device_type(device: Device) -> str:
+    """`cuda` or `cpu`; auto takes GPUs if there are any."""
+    if device is Device.auto:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device.value
+
+
+def torch_dtype(dtype: Dtype, device: str) -> torch.dtype:
+    """The compute dtype on a device."""
+    if dtype is Dtype.auto:
+        return torch.bfloat16 if device == "cuda" else torch.float32
+    return getattr(torch, dtype.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What rank 0 found out; published to all ranks as JSON.
+
+    Attributes:
+        capture_layers: layers read, ascending.
+        mask_token_id: row that fills the blocks.
+        checkpoint: folder to go on from, or None.
+        first_step: optimizer steps that are complete.
+        tokens: tokens trained on so far.
+    """
+
+    capture_layers: list[int]
+    mask_token_id: int
+    checkpoint: str | None
+    first_step: int
+    tokens: int
+
+
+def use_cache_without_hub() -> None:
+    """Where the hub's name does not resolve, look into the local cache alone.
+
+    The hub's client would try each file for half a minute before it says so.
+    """
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
+        return  # then the proxy resolves names
+    try:
+        socket.getaddrinfo(urlparse(hub_constants.ENDPOINT).hostname, 443)
+    except OSError:
+        hub_constants.HF_HUB_OFFLINE = True
+
+
+def load_tokenizer(config: Config) -> Any:
+    """The target's tokenizer with its chat template.
+
+    Raises:
+        ConfigError: there is none, or it has no template.
+    """
+    target = config.target
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            target.path, revision=target.revision, trust_remote_code=target.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"target.path={target.path}: no tokenizer: {error}") from None
+    if not tokenizer.chat_template:
+        raise ConfigError(f"target.path={target.path}: the tokenizer has no chat template")
+    return tokenizer
+
+
+def preflight(config: Config) -> Preflight:
+    """Check target, drafter and output folder against each other, without loading weights.
+
+    Raises:
+        ConfigError: what does not fit, with key, value and rule.
+    """
+    if device_type(config.device) == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but torch sees no GPU; use device=cpu")
+    try:
+        spec = read_spec(
+            config.target.path, config.target.revision, config.target.trust_remote_code
+        )
+        layers = config.target.capture_layers or default_capture_layers(
+            spec.num_layers, config.drafter.num_layers
+        )
+        check_capture_layers(layers, spec.num_layers)
+        mask_token_id = choose_mask_token(
+            spec, load_tokenizer(config), config.drafter.mask_token_id
+        )
+        drafter_shape(
+            config.drafter, spec, num_capture_layers=len(layers), mask_token_id=mask_token_id
+        )
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    folder = Path(config.output_dir)
+    checkpoint = _find_checkpoint(config, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_records(config, folder)
+    if checkpoint is None:
+        return Preflight(layers, mask_token_id, None, 0, 0)
+    state = read_state(checkpoint)
+    logger.info("going on from %s", checkpoint)
+    return Preflight(layers, mask_token_id, str(checkpoint), state.step, state.tokens)
+
+
+def _find_checkpoint(config: Config, folder: Path) -> Path | None:
+    """Where to go on from, per `resume`; a run that is not continued is moved aside, never mixed."""
+    checkpoints = folder / "checkpoints"
+    if config.resume == "none":
+        if (folder / "config.yaml").exists():
+            numbers = (
+                n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.{n}").exists()
+            )
+            aside = folder.with_name(f"{folder.name}.{next(numbers)}")
+            shutil.move(folder, aside)
+            logger.info("resume=none: the earlier run is now in %s", aside)
+        return None
+    if config.resume == "auto":
+        if checkpoints.is_dir():
+            remove_leftovers(checkpoints)
+        found = complete_checkpoints(checkpoints)
+        return found[-1] if found else None
+    return Path(config.resume)
+
+
+def _write_records(config: Config, folder: Path) -> None:
+    """config.yaml, every setting as resolved, and env.json: with what this ran."""
+    text = yaml.safe_dump(resolved(config), sort_keys=False)
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    environment = {"argv": sys.argv, "python": sys.version, "torch": torch.__version__, "gpu": gpu}
+    (folder / "env.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
