@@ -37,6 +37,7 @@ TABLES = Tables(table(SHAPE), table(SHAPE, seed=1))
 OPTIM = OptimConfig(lr=1e-3, weight_decay=0.01)
 RECOMPUTE = [r for r in Recompute if r is not Recompute.auto]
 
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Thousands of tiny operations: threads that wait for each other would only cost time."""

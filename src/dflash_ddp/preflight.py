@@ -16,7 +16,7 @@ import yaml
 from huggingface_hub import constants as hub_constants
 from transformers import AutoTokenizer
 
-from dflash_ddp.checkpoint import complete_checkpoints, read_state, remove_leftovers
+from dflash_ddp.checkpoint import complete_checkpoints, read_state, remove_leftovers, step_folder
 from dflash_ddp.config import Config, ConfigError, Device, Dtype, resolved
 from dflash_ddp.export import drafter_shape
 from dflash_ddp.target.tables import (
@@ -122,7 +122,6 @@ def preflight(config: Config) -> Preflight:
     folder = Path(config.output_dir)
     checkpoint = _find_checkpoint(config, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_records(config, folder)
     if checkpoint is None:
         return Preflight(layers, mask_token_id, None, 0, 0)
     state = read_state(checkpoint)
@@ -147,10 +146,21 @@ def _find_checkpoint(config: Config, folder: Path) -> Path | None:
             remove_leftovers(checkpoints)
         found = complete_checkpoints(checkpoints)
         return found[-1] if found else None
-    return Path(config.resume)
+    given = Path(config.resume)
+    newer = [
+        p
+        for p in complete_checkpoints(checkpoints)
+        if p > step_folder(checkpoints, read_state(given).step)
+    ]
+    if newer:  # the next resume=auto would take them for this run's
+        raise ConfigError(
+            f"resume={given}, but {newer[-1]} is of later steps, which would be made again; give "
+            "the run another name, or delete the newer checkpoints"
+        )
+    return given
 
 
-def _write_records(config: Config, folder: Path) -> None:
+def write_records(config: Config, folder: Path) -> None:
     """config.yaml, every setting as resolved, and env.json: with what this ran."""
     text = yaml.safe_dump(resolved(config), sort_keys=False)
     (folder / "config.yaml").write_text(text, encoding="utf-8")

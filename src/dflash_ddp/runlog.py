@@ -33,7 +33,8 @@ class RunLog:
 
     def __init__(self, folder: Path, config: Config, *, first_step: int) -> None:
         """Open `metrics.jsonl` at the step to go on from, and wandb."""
-        drop_rows_after(folder / METRICS_FILE, first_step)
+        # An evaluation at the step of a checkpoint is not made again, but one before all steps is.
+        drop_rows_after(folder / METRICS_FILE, first_step if first_step > 0 else -1)
         self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
         self._steps = config.steps
         self._wandb = start_wandb(folder, config)

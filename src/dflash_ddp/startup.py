@@ -31,6 +31,7 @@ from dflash_ddp.preflight import (
     preflight,
     torch_dtype,
     use_cache_without_hub,
+    write_records,
 )
 from dflash_ddp.schedule import Kind, Schedule, StreamItem, evaluation_steps
 from dflash_ddp.target.tables import TargetSpec, read_spec
@@ -184,6 +185,7 @@ def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
     _resolve_steps(run)
     if launch.rank == 0:
         _check_run(run)
+        write_records(run.config, run.folder)  # a run that is refused leaves those of the last one
     return run
 
 

@@ -97,6 +97,9 @@ def relaunch(config: Config) -> None:
     hydra_config = HydraConfig.get()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", str(config.world_size), "-m", "dflash_ddp.train"]
+    for source in hydra_config.runtime.config_sources:
+        if source.provider == "command-line":
+            command += ["--config-dir", source.path]
     command += list(hydra_config.overrides.task)
     command += ["hydra.mode=RUN", f"hydra.run.dir='{hydra_config.runtime.output_dir}'"]
     if hydra_config.mode is RunMode.MULTIRUN:  # each job of a sweep has a directory of its own

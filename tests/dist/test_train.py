@@ -114,8 +114,16 @@ def test_who_computes_the_features_changes_no_digit(material, one_target, num_pr
     assert_equal_state(state(material.output(name), STEPS), state(one_target, STEPS))
 
 
-def test_one_seed_is_one_run_and_the_command_starts_its_own_ranks(material, one_target):
-    run(None, material.overrides("again", "split=1t1d"))
+def test_one_seed_is_one_run_and_the_command_starts_its_own_ranks(material, one_target, tmp_path):
+    """Also after a run that died before its first checkpoint, and with settings from a folder."""
+    dead = (one_target / "metrics.jsonl").read_text().splitlines(keepends=True)[:3]
+    material.output("again").mkdir()
+    (material.output("again") / "metrics.jsonl").write_text("".join(dead))
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nname: mine\n")
+    mine = ["split=1t1d", "experiment=mine", "--config-dir", str(tmp_path)]
+    ended = run(None, material.overrides("again", *mine))
+    assert "\nmine: steps=6 loss=" in ended.output
     assert rows(material.output("again")) == rows(one_target)
     assert_equal_state(state(material.output("again"), STEPS), state(one_target, STEPS))
 
@@ -222,16 +230,25 @@ def test_resume_of_two_drafters_is_bit_exact_between_rows(uneven, two_drafters):
     assert_same_run(copy, two_drafters)
 
 
-def test_changed_settings_are_refused_with_old_and_new_value(material, one_target):
-    before = {p: p.stat().st_mtime_ns for p in one_target.rglob("*.safetensors")}
-    changed = ["seed=1", "drafter.block_size=5"]
-    ended = run(2, material.overrides("1t1d", "split=1t1d", *changed), code=None)
-    for text in (
-        "seed: 0 in the checkpoint, 1 now",
-        "drafter.block_size: 4 in the checkpoint, 5 now",
-    ):
-        assert ended.output.count(text) == 1, ended.output
-    assert {p: p.stat().st_mtime_ns for p in one_target.rglob("*.safetensors")} == before
+REFUSED = {
+    "changed": (
+        ["seed=1", "drafter.block_size=5"],
+        ["seed: 0 in the checkpoint, 1 now", "drafter.block_size: 4 in the checkpoint, 5 now"],
+    ),
+    "older": (["resume={}"], ["resume={}, but "]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_go_on_is_refused_and_leaves_the_run_alone(material, one_target, case):
+    overrides, expected = REFUSED[case]
+    checkpoint = f"{one_target}/checkpoints/step_00000003"
+    before = {p: p.read_bytes() for p in one_target.rglob("*") if p.is_file()}
+    chosen = [text.format(checkpoint) for text in overrides]
+    ended = run(2, material.overrides(one_target.name, "split=1t1d", *chosen), code=None)
+    for text in expected:
+        assert ended.output.count(text.format(checkpoint)) == 1, ended.output
+    assert {p: p.read_bytes() for p in one_target.rglob("*") if p.is_file()} == before
 
 
 # Sudden ends.
