@@ -55,6 +55,10 @@ class Routing:
     item_of: Callable[[int, int], int | None]
     """(drafter ordinal, sequence) -> item; None after the drafter's last."""
 
+    def end(self, stop_item: int | None) -> int:
+        """The end of the stream, given the stop in force."""
+        return self.num_items if stop_item is None else min(stop_item, self.num_items)
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -115,10 +119,13 @@ class FeatureSender:
         slot = self._free.get()
         self.wait_slot_s += time.monotonic() - start
         item = self._routing.first_item + self._control.claim()
-        if item >= self._routing.num_items:
+        if self._past_end(item):
             self._free.put(slot)
             return None
         return Claim(item, slot)
+
+    def _past_end(self, item: int) -> bool:
+        return item >= self._routing.end(self._control.stop_item())
 
     def send(self, claim: Claim, *, num_bytes: int, num_tokens: int, digest: int) -> None:
         """Queue the first `num_bytes` of the slot, at once; call it on the stream that fills it."""
@@ -134,28 +141,34 @@ class FeatureSender:
         self._outbox.put((claim, header, record_event(self._world)))
 
     def drain(self) -> None:
-        """Wait until all that was queued is sent; no send may follow."""
+        """Wait until all that was queued is sent or dropped by a stop; no send may follow."""
         self._outbox.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         """Send what is queued, one at a time and in order, until drained."""
         with exit_on_error(self._control.fail):
-            mover, topology = Mover(self._world), self._world.topology
+            mover = Mover(self._world)
             while (entry := self._outbox.get()) is not None:
                 claim, header, event = entry
                 while not passed(event):
                     time.sleep(_GPU_POLL_S)
-                drafter, sequence = self._routing.route(claim.item)
-                while sequence >= self._control.credit(drafter):
-                    time.sleep(POLL_S)
-                self._control.announce(drafter, header)
-                lane = (self._world.rank, topology.drafter_ranks[drafter])
-                transfer = mover.post(claim.slot[: header.num_bytes], lane)
-                while not mover.finished(transfer):
-                    time.sleep(_GPU_POLL_S)
+                self._send_one(mover, claim, header)
                 self._free.put(claim.slot)
             self._control.drained()
+
+    def _send_one(self, mover: Mover, claim: Claim, header: Header) -> None:
+        """The payload is complete: wait for credit, write the header, transfer."""
+        drafter, sequence = self._routing.route(claim.item)
+        while sequence >= self._control.credit(drafter):
+            if self._past_end(claim.item):
+                return  # the stream stops before this item: nobody wants it
+            time.sleep(POLL_S)
+        self._control.announce(drafter, header)
+        lane = (self._world.rank, self._world.topology.drafter_ranks[drafter])
+        transfer = mover.post(claim.slot[: header.num_bytes], lane)
+        while not mover.finished(transfer):
+            time.sleep(_GPU_POLL_S)
 
 
 class FeatureReceiver:
@@ -192,13 +205,16 @@ class FeatureReceiver:
         self._thread.start()
 
     def receive(self) -> Received | None:
-        """Wait for the next item of this drafter; None after its last one.
+        """Wait for the next item of this drafter; None after its last one, or at the stop.
+
+        The drafter ranks must agree on a stop, and request it, before any of them asks for an item
+        at or after it; then all see None at the same step.
 
         Raises:
             RuntimeError: all targets have ended, but the item was never sent.
         """
         start, sequence = time.monotonic(), self._next_sequence
-        item = self._routing.item_of(self.drafter, sequence)
+        item = self._next_item()
         if item is None:
             return None
         with self._changed:
@@ -216,6 +232,12 @@ class FeatureReceiver:
         self.wait_s += time.monotonic() - start
         return received
 
+    def _next_item(self) -> int | None:
+        """The item of the next sequence, or None if the stream ends before it."""
+        item = self._routing.item_of(self.drafter, self._next_sequence)
+        end = self._routing.end(self._control.stop_item())
+        return None if item is None or item >= end else item
+
     def release(self, received: Received) -> None:
         """Give a slot back, in the order received; call it on the stream that read it last.
 
@@ -227,13 +249,12 @@ class FeatureReceiver:
         self._released.append(record_event(self._world))
 
     def close(self) -> None:
-        """Wait until all targets have drained.
+        """Wait until all targets have drained; batches that a stop left over are let go.
 
         Raises:
             RuntimeError: this drafter has items left: targets would wait for credit for ever.
         """
-        item = self._routing.item_of(self.drafter, self._next_sequence)
-        if item is not None:
+        if (item := self._next_item()) is not None:
             raise RuntimeError(
                 f"drafter {self.drafter} closes before item {item}, which is its next"
             )

@@ -13,6 +13,7 @@ store holds these keys; numbers are counters that only grow:
     count/{d}        headers written for drafter d
     header/{d}/{n}   the n-th of them: a batch lies complete on its target rank
     drained          targets that will send nothing more
+    stop             the stream ends before this item
 
 Invariants. No call here waits inside the store (that would hold the client's lock); each thread has
 a client of its own. Nothing has a time limit but the heartbeats: while every rank beats, waiting is
@@ -301,3 +302,11 @@ class Control:
     def num_drained(self) -> int:
         """Return how many targets send nothing more."""
         return self._store.add("drained", 0)
+
+    def request_stop(self, item: int) -> int:
+        """End the stream before `item`. The first request stays; returns the one in force."""
+        return int(self._store.compare_set("stop", "", str(item)))
+
+    def stop_item(self) -> int | None:
+        """The item before which the stream ends, or None."""
+        return int(self._store.get("stop")) if self._store.check(["stop"]) else None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import Outcome, report, run_ranks
 
 from dflash_ddp.channel import FeatureReceiver, FeatureSender, Routing
@@ -37,6 +38,7 @@ class Case:
     num_slots: int = 3
     break_rank: int = -1
     break_how: str = ""
+    stop_at: int | None = None
 
 
 def routing(case: Case) -> Routing:
@@ -153,6 +155,11 @@ def receive_all(rank, world, control, case) -> dict:
             break_now(case.break_how)
             if case.break_how == "leave":
                 break
+        if case.stop_at is not None:
+            if received.item >= case.stop_at - 4:
+                control.request_stop(case.stop_at)
+            # Who meets: the drafter ranks, once an item, as in training.
+            dist.all_reduce(torch.ones(1), group=world.drafter_group)
         time.sleep(sleeps.random() * case.sleep_s)
         payload = received.slot[: received.header.num_bytes]
         assert torch.equal(payload, features(received.item))
@@ -220,6 +227,11 @@ def test_number_of_targets_does_not_change_what_a_drafter_sees():
     one, three = run(Case(1, 1, num_items=30)), run(Case(3, 1, num_items=30))
     assert one[1].value["items"] == three[3].value["items"] == list(range(30))
     assert one[1].value["crcs"] == three[3].value["crcs"]
+
+
+def test_stop_ends_all_drafters_before_the_same_item():
+    case = Case(2, 2, num_items=1000, stop_at=20)
+    assert_delivered(case, run(case), 20)
 
 
 def watch_credit(rank: int, case: Case) -> dict | None:
