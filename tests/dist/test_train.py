@@ -312,7 +312,7 @@ def test_ranks_that_find_the_same_problem_say_it_once(material, tmp_path, case, 
     (tmp_path / "sitecustomize.py").write_text(
         f"import os, time\ntime.sleep(1.0 if os.environ.get('RANK') == '{late}' else 0)\n"
     )
-    override, expected = BAD.get(case, ("split=5t3d", "use split.targets=1 split.drafters=1 (or"))
+    override, expected = BAD.get(case, ("split=5t3d", "use split.targets=1 split.drafters=1"))
     overrides = material.overrides("bad", "split=1t1d", override)
     ended = run(2, overrides, limit_s=40, code=None, first_on_path=tmp_path)
     assert ended.output.count(expected) == 1, ended.output
@@ -326,7 +326,7 @@ def test_ranks_that_find_the_same_problem_say_it_once(material, tmp_path, case, 
     ("override", "expected"),
     [
         ("target.path=nowhere/target", "target.path='nowhere/target'"),
-        ("data.path=nowhere.jsonl", "data.path=nowhere.jsonl: no such file"),
+        ("data.path=nowhere.jsonl", "data.path=nowhere.jsonl: there is no such file"),
     ],
     ids=["no target", "no data"],
 )
