@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
 # One node of eight GPUs: five target ranks, three drafter ranks. Arguments are settings: name=mine steps=10000
 set -euo pipefail
-export HYDRA_FULL_ERROR=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
 exec torchrun --standalone --nproc_per_node 8 -m dflash_ddp.train "$@"

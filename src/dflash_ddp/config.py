@@ -96,7 +96,7 @@ class DrafterConfig:
     num_key_value_heads: int | None = None
     """Key/value heads; divides the query heads."""
     head_dim: int | None = None
-    """Width of a head."""
+    """Width of a head; even."""
     sliding_layers: int = 0
     """The first so many layers use sliding-window attention, the rest full; 0..num_layers."""
     sliding_window: int = 2048
@@ -120,7 +120,7 @@ class DataConfig:
     split: str = "train"
     """Split of a hub data set."""
     revision: str | None = None
-    """Revision of a hub data set."""
+    """Revision of a hub data set, `path` and `heldout` alike."""
     heldout: str | None = None
     """Like `path`: rows to measure accept length on; never trained on."""
     heldout_split: str = "test"
@@ -132,7 +132,7 @@ class DataConfig:
     max_bad_share: float = 0.2
     """More unusable rows than this share is an error; 0..1."""
     num_workers: int | None = None
-    """Processes that tokenise; null: one for each core, 16 at most."""
+    """Processes that tokenise; 0: in this process; null: one for each core, 16 at most."""
     cache_dir: str = "outputs/cache"
     """Where tokenised text is kept, by content."""
 
@@ -166,9 +166,9 @@ class OptimConfig:
     min_lr_share: float = 0.0
     """The cosine ends at this share of `lr`; 0..1."""
     beta1: float = 0.9
-    """Decay of the mean gradient; 0..1."""
+    """Decay of the mean gradient; 0 <= beta1 < 1."""
     beta2: float = 0.95
-    """Decay of the mean squared gradient; 0..1."""
+    """Decay of the mean squared gradient; 0 <= beta2 < 1."""
     eps: float = 1e-8
     """AdamW's epsilon; > 0."""
     weight_decay: float = 0.0
@@ -281,7 +281,8 @@ _AT_LEAST_ZERO = (
     "optim.weight_decay eval.every checkpoint.every"
 ).split()
 _POSITIVE = "heartbeat_timeout_s optim.lr optim.eps optim.max_grad_norm loss.position_gamma".split()
-_SHARES = "data.max_bad_share optim.warmup_share optim.min_lr_share optim.beta1 optim.beta2".split()
+_SHARES = "data.max_bad_share optim.warmup_share optim.min_lr_share".split()
+_DECAYS = "optim.beta1 optim.beta2".split()
 
 
 def lookup(config: Config, key: str) -> Any:
@@ -300,6 +301,7 @@ def problems(config: Config) -> list[str]:
         (_AT_LEAST_ZERO, lambda v: v >= 0, "must be >= 0"),
         (_POSITIVE, lambda v: v > 0 and math.isfinite(v), "must be > 0"),
         (_SHARES, lambda v: 0 <= v <= 1, "must lie in 0..1"),
+        (_DECAYS, lambda v: 0 <= v < 1, "must be >= 0 and < 1"),
     ):
         for key in keys:
             value = lookup(config, key)
@@ -337,7 +339,11 @@ def _combination_problems(config: Config) -> list[str]:
     layers = config.target.capture_layers
     if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 0):
         found.append(f"target.capture_layers={layers} must be ascending, distinct and >= 0")
-    if not config.name or Path(config.name).is_absolute() or ".." in Path(config.name).parts:
+    if (
+        not Path(config.name).parts
+        or Path(config.name).is_absolute()
+        or ".." in Path(config.name).parts
+    ):
         found.append(f"name={config.name!r} must be a plain name: it becomes a folder in outputs/")
     return found
 
@@ -346,8 +352,7 @@ def parse(tree: DictConfig) -> Config:
     """Composed tree -> checked settings.
 
     Raises:
-        ConfigError: an unknown key (also when added with `+`), a missing value, a wrong type, a
-            broken rule; all broken rules at once, one a line.
+        ConfigError: an unknown key (also with `+`), a missing value, a wrong type, or broken rules.
     """
     plain = OmegaConf.to_container(tree, resolve=True)
     unknown = _unknown_keys(cast(dict[str, Any], plain), Config, prefix="")

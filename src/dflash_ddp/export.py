@@ -117,6 +117,7 @@ def save_native(
     """
     stored = {name: w.detach().to("cpu", dtype).contiguous() for name, w in weights.items()}
     save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / WEIGHTS_FILE).chmod(0o644)  # safetensors lets only the owner read; servers must too
     text = json.dumps(config, indent=2) + "\n"
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
 

@@ -121,7 +121,6 @@ def preflight(config: Config) -> Preflight:
         raise ConfigError(str(error)) from error
     folder = Path(config.output_dir)
     checkpoint = _find_checkpoint(config, folder)
-    folder.mkdir(parents=True, exist_ok=True)
     if checkpoint is None:
         return Preflight(layers, mask_token_id, None, 0, 0)
     state = read_state(checkpoint)
@@ -130,16 +129,9 @@ def preflight(config: Config) -> Preflight:
 
 
 def _find_checkpoint(config: Config, folder: Path) -> Path | None:
-    """Where to go on from, per `resume`; a run that is not continued is moved aside, never mixed."""
+    """Where to go on from, per `resume`."""
     checkpoints = folder / "checkpoints"
     if config.resume == "none":
-        if (folder / "config.yaml").exists():
-            numbers = (
-                n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.{n}").exists()
-            )
-            aside = folder.with_name(f"{folder.name}.{next(numbers)}")
-            shutil.move(folder, aside)
-            logger.info("resume=none: the earlier run is now in %s", aside)
         return None
     if config.resume == "auto":
         if checkpoints.is_dir():
@@ -160,8 +152,22 @@ def _find_checkpoint(config: Config, folder: Path) -> Path | None:
     return given
 
 
-def write_records(config: Config, folder: Path) -> None:
-    """config.yaml, every setting as resolved, and env.json: with what this ran."""
+def claim_folder(config: Config, reports: dict[str, dict[str, Any]]) -> None:
+    """Take the run's folder, once all is checked: a run that is refused has changed nothing in it.
+
+    With resume=none an earlier run is moved aside, never mixed. Writes config.yaml (every setting
+    as resolved), env.json (with what this ran) and the data reports.
+    """
+    folder = Path(config.output_dir)
+    if config.resume == "none" and (folder / "config.yaml").exists():
+        names = (folder.with_name(f"{folder.name}.{n}") for n in range(1, 10_000))
+        aside = next(name for name in names if not name.exists())
+        shutil.move(folder, aside)
+        logger.info("resume=none: the earlier run is now in %s", aside)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, report in reports.items():
+        file = folder / f"data_report_{name}.json"
+        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     text = yaml.safe_dump(resolved(config), sort_keys=False)
     (folder / "config.yaml").write_text(text, encoding="utf-8")
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None

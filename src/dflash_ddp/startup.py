@@ -26,12 +26,12 @@ from dflash_ddp.drafter.model import DrafterShape
 from dflash_ddp.export import drafter_shape
 from dflash_ddp.preflight import (
     Preflight,
+    claim_folder,
     device_type,
     load_tokenizer,
     preflight,
     torch_dtype,
     use_cache_without_hub,
-    write_records,
 )
 from dflash_ddp.schedule import Kind, Schedule, StreamItem, evaluation_steps
 from dflash_ddp.target.tables import TargetSpec, read_spec
@@ -157,6 +157,8 @@ class Run:
             "loss.position_gamma": config.loss.position_gamma,
             "target.path": config.target.path,
             "target.capture_layers": self.found.capture_layers,
+            "data.path": config.data.path,
+            "data.max_length": config.data.max_length,
             "data": self.text.fingerprint,
         }
 
@@ -185,7 +187,8 @@ def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
     _resolve_steps(run)
     if launch.rank == 0:
         _check_run(run)
-        write_records(run.config, run.folder)  # a run that is refused leaves those of the last one
+        stores = {"text": text, "heldout": heldout}
+        claim_folder(config, {name: store.report for name, store in stores.items() if store})
     return run
 
 
@@ -258,9 +261,6 @@ def _prepare_data(config: Config, *, speaks: bool) -> dict[str, str | None]:
         found[name] = str(store.path)
         if speaks:
             logger.info("%s", format_report(store.report))
-            report = json.dumps(store.report, indent=2) + "\n"
-            file = Path(config.output_dir) / f"data_report_{name}.json"
-            file.write_text(report, encoding="utf-8")
     return found
 
 

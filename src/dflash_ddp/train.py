@@ -9,6 +9,7 @@ A run is two programs: target ranks stream context features, drafter ranks learn
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -89,7 +90,7 @@ def tell(error: ConfigError | ValueError | str) -> None:
 
 
 def relaunch(config: Config) -> None:
-    """Start torchrun with the processes that the split asks for, and wait.
+    """Become torchrun with the processes that the split asks for; of a sweep, wait for each job.
 
     Raises:
         SystemExit: torchrun's exit code, if it is not 0.
@@ -104,8 +105,12 @@ def relaunch(config: Config) -> None:
     command += ["hydra.mode=RUN", f"hydra.run.dir='{hydra_config.runtime.output_dir}'"]
     if hydra_config.mode is RunMode.MULTIRUN:  # each job of a sweep has a directory of its own
         command.append(f"output_dir='{hydra_config.runtime.output_dir}'")
-    code = subprocess.run(command, check=False).returncode
-    if code:
+    sys.stderr.flush()
+    if hydra_config.mode is not RunMode.MULTIRUN:
+        os.execv(sys.executable, command)  # torchrun takes this process's place, and its signals
+    child = subprocess.Popen(command)
+    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    if code := child.wait():
         raise SystemExit(code)
 
 

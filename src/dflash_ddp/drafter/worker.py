@@ -145,6 +145,8 @@ class DrafterWorker:
         run, config = self.run, self.run.config
         assert config.steps is not None
         start, steplog = time.monotonic(), self.steplog
+        if run.found.first_step == config.steps:
+            logger.info("all %d steps are complete already; nothing is trained", config.steps)
         for step in range(run.found.first_step, config.steps + 1):
             if step in run.schedule.eval_steps:
                 steplog.write()
