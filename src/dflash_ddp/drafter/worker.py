@@ -24,7 +24,7 @@ from dflash_ddp.checkpoint import (
     read_state,
     save_checkpoint,
 )
-from dflash_ddp.compiling import use_cache
+from dflash_ddp.compiling import require_compiler, use_cache
 from dflash_ddp.control import Control
 from dflash_ddp.drafter.blocks import make_blocks, sample_anchors
 from dflash_ddp.drafter.heldout import tally_batch
@@ -122,6 +122,8 @@ class DrafterWorker:
         config = self.run.config
         recompute = resolve_recompute(config.loss.recompute)
         cuda = self.world.device.type == "cuda"
+        if cuda:
+            require_compiler()  # attention is compiled there even if nothing else is
         if not (cuda if config.drafter.compile is None else config.drafter.compile):
             return LossSettings(config.loss.chunk_rows, recompute)
         warm = use_cache()
