@@ -12,10 +12,8 @@ def test_a_switched_off_compiler_is_refused(monkeypatch):
         patch.setenv("TORCH_COMPILE_DISABLE", "1")
         with pytest.raises(RuntimeError, match="TORCH_COMPILE_DISABLE"):
             require_compiler()
-    with monkeypatch.context() as patch:
-        patch.setattr(dynamo, "disable", True)
-        with pytest.raises(RuntimeError, match="switched off"):
-            require_compiler()
+    with dynamo.patch(disable=True), pytest.raises(RuntimeError, match="switched off"):
+        require_compiler()
     assert dynamo.suppress_errors is False
 
 
