@@ -9,7 +9,7 @@ import torch
 from dflash_ddp.channel import Received
 from dflash_ddp.control import Header
 from dflash_ddp.startup import Run
-from dflash_ddp.target.worker import FeatureSource, slot_features
+from dflash_ddp.target.worker import FeatureSource
 
 
 class LocalFeatures:
@@ -30,14 +30,13 @@ class LocalFeatures:
             return None
         item = run.schedule.item_of(self._drafter, sequence)
         batch = run.load(run.schedule.item(item))
-        self._source.features(batch, slot_features(self._slot, run))
+        self._source.features(batch, run.slot_features(self._slot))
         self._sequence += 1
-        num_bytes = batch.num_tokens * run.feature_width * run.feature_dtype.itemsize
         header = Header(
             item=item,
             target_rank=0,
             num_tokens=batch.num_tokens,
-            num_bytes=num_bytes,
+            num_bytes=run.feature_bytes(batch.num_tokens),
             dtype=str(run.feature_dtype),
             digest=batch.digest(),
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
 from dflash_ddp.batch import PackedBatch
@@ -95,7 +96,15 @@ class Run:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a full slot: S * C features."""
-        return self.config.tokens_per_batch * self.feature_width * self.feature_dtype.itemsize
+        return self.feature_bytes(self.config.tokens_per_batch)
+
+    def feature_bytes(self, num_tokens: int) -> int:
+        """Bytes of so many tokens' features."""
+        return num_tokens * self.feature_width * self.feature_dtype.itemsize
+
+    def slot_features(self, slot: Tensor) -> Tensor:
+        """A slot's bytes as context features [S, C]: a view."""
+        return slot.view(self.feature_dtype).view(self.config.tokens_per_batch, self.feature_width)
 
     @cached_property
     def packing(self) -> Packing:

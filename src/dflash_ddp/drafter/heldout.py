@@ -9,10 +9,9 @@ from dflash_ddp.batch import PackedBatch
 from dflash_ddp.config import Recompute
 from dflash_ddp.drafter.blocks import make_blocks
 from dflash_ddp.drafter.inputs import host_inputs, to_device
-from dflash_ddp.drafter.loss import summed_loss
 from dflash_ddp.drafter.metrics import right_slots
 from dflash_ddp.drafter.model import Drafter
-from dflash_ddp.drafter.step import LossSettings, Tables, draft
+from dflash_ddp.drafter.step import LossSettings, Tables, forward
 
 
 @torch.no_grad()
@@ -37,7 +36,10 @@ def right_drafts(
         num_anchors: N, blocks of one forward.
         loss: chunk size and functions; its recomputation plays no part.
     """
-    parts = []
+    parts, plain = (
+        [],
+        loss._replace(recompute=Recompute.none),
+    )  # without gradient, nothing to recompute
     for begin in range(0, len(anchors), num_anchors):
         chosen = anchors[begin : begin + num_anchors]
         blocks = make_blocks(
@@ -52,15 +54,7 @@ def right_drafts(
             flex=features_SC.is_cuda,
         )
         inputs = to_device(host, model.shape, features_SC.device)
-        hidden_MH = draft(model, tables, features_SC, inputs)
-        result = summed_loss(
-            hidden_MH,
-            tables.head_VH,
-            inputs.rows,
-            chunk_rows=loss.chunk_rows,
-            recompute=Recompute.none,
-            functions=loss.functions,
-        )
+        result = forward(model, tables, features_SC, inputs, loss=plain)
         parts.append(right_slots(result, inputs)[: len(chosen)].bool().cpu().numpy())
     return np.concatenate(parts)
 

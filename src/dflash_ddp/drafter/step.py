@@ -67,6 +67,21 @@ def draft(model: nn.Module, tables: Tables, features_SC: Tensor, inputs: Inputs)
     return model(features_SC, x_XH, inputs.positions_T, inputs.masks)
 
 
+def forward(
+    model: nn.Module, tables: Tables, features_SC: Tensor, inputs: Inputs, *, loss: LossSettings
+) -> LossSum:
+    """Draft all blocks and sum the weighted losses of their supervised slots."""
+    hidden_MH = draft(model, tables, features_SC, inputs)
+    return summed_loss(
+        hidden_MH,
+        tables.head_VH,
+        inputs.rows,
+        chunk_rows=loss.chunk_rows,
+        recompute=loss.recompute,
+        functions=loss.functions,
+    )
+
+
 def forward_backward(
     model: nn.Module,
     tables: Tables,
@@ -86,14 +101,6 @@ def forward_backward(
         scale: fp32 scalar on the device: ranks / sum of weights over the whole step.
         loss: how the loss runs.
     """
-    hidden_MH = draft(model, tables, features_SC, inputs)
-    result = summed_loss(
-        hidden_MH,
-        tables.head_VH,
-        inputs.rows,
-        chunk_rows=loss.chunk_rows,
-        recompute=loss.recompute,
-        functions=loss.functions,
-    )
+    result = forward(model, tables, features_SC, inputs, loss=loss)
     (result.loss_sum * scale).backward()
     return result

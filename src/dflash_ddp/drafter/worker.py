@@ -7,6 +7,7 @@ device, and a row of the log is read one step after it was measured.
 import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,7 +20,6 @@ from dflash_ddp.batch import PackedBatch
 from dflash_ddp.channel import Received
 from dflash_ddp.checkpoint import (
     TrainerState,
-    complete_checkpoints,
     load_tensors,
     read_state,
     save_checkpoint,
@@ -96,7 +96,7 @@ class DrafterWorker:
             )
         )
         if run.found.checkpoint is not None:
-            folder = run.folder.__class__(run.found.checkpoint)
+            folder = Path(run.found.checkpoint)
             load_tensors(folder, self.model, self.optimizer, read_state(folder).step)
         self.loss = self._loss_settings()
         self.trained = self._data_parallel()
@@ -207,10 +207,7 @@ class DrafterWorker:
         return received
 
     def _features_of(self, received: Received) -> Tensor:
-        run = self.run
-        features = received.slot.view(run.feature_dtype)
-        shaped = features.view(run.config.tokens_per_batch, run.feature_width)
-        return shaped.to(run.drafter_dtype)
+        return self.run.slot_features(received.slot).to(self.run.drafter_dtype)
 
     def _host_inputs(self, batch: PackedBatch) -> HostInputs:
         config = self.run.config
@@ -336,7 +333,6 @@ class DrafterWorker:
             dtype=run.drafter_dtype,
             keep_last=run.config.checkpoint.keep_last,
         )
-        assert folder in complete_checkpoints(checkpoints)
         if step == run.config.steps:
             export = run.folder / "export"
             export.mkdir(exist_ok=True)

@@ -56,11 +56,6 @@ class FeatureSource:
             self._checked = True
 
 
-def slot_features(slot: Tensor, run: Run) -> Tensor:
-    """A slot's bytes as context features [S, C]."""
-    return slot.view(run.feature_dtype).view(run.config.tokens_per_batch, run.feature_width)
-
-
 def stream_features(run: Run, world: World, control: Control, routing: Routing) -> None:
     """Compute and send items until the stream ends."""
     control.phase("load target")
@@ -76,11 +71,10 @@ def stream_features(run: Run, world: World, control: Control, routing: Routing) 
     while (claim := sender.acquire()) is not None:
         control.phase(f"forward item {claim.item}")
         batch = run.load(run.schedule.item(claim.item))
-        features_SC = slot_features(claim.slot, run)
-        source.features(batch, features_SC)
+        source.features(batch, run.slot_features(claim.slot))
         sender.send(
             claim,
-            num_bytes=batch.num_tokens * run.feature_width * run.feature_dtype.itemsize,
+            num_bytes=run.feature_bytes(batch.num_tokens),
             num_tokens=batch.num_tokens,
             digest=batch.digest(),
         )
