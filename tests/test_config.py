@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from dflash_ddp.config import Config, ConfigError, Recompute, Wandb, parse, problems, resolved
+from dflash_ddp.config import Config, ConfigError, Recompute, Wandb
+from dflash_ddp.settings import parse, problems, resolved
 from dflash_ddp.train import CONF_DIR
 
 

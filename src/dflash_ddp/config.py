@@ -1,20 +1,14 @@
 """Every setting of a run: its name, type, unit, bound and meaning.
 
-Hydra composes `conf/` and the command line into a tree; `parse` turns it into the dataclasses below and is the only
-place that sees the tree. Unknown keys, wrong types and values out of bounds are refused with key, value and rule.
-After `parse` nothing changes. This file imports no torch, so that mistakes show before anything slow is loaded.
+Hydra composes `conf/` and the command line into a tree, and `settings.parse` turns that into the dataclasses below.
+After that nothing changes. This file imports no torch, so that mistakes show before anything slow is loaded.
 """
 
-import difflib
-import math
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
-from typing import Any, cast
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING
 
 TILE = 128  # flex attention works in tiles of 128 tokens
 
@@ -266,135 +260,6 @@ class Config:
     def microbatches(self) -> int:
         """Packed batches of one step on one drafter rank."""
         return self.batches_per_step // self.split.drafters
-
-
-# (key, test, rule in words); a value of None passes, its meaning is "chosen for you".
-_AT_LEAST_ONE = (
-    "epochs batches_per_step tokens_per_batch steps target.row_tokens drafter.num_layers "
-    "drafter.num_anchors drafter.intermediate_size drafter.num_attention_heads "
-    "drafter.num_key_value_heads drafter.head_dim drafter.sliding_window data.max_length "
-    "split.targets split.drafters split.lane_ctas loss.chunk_rows eval.max_documents "
-    "logging.every checkpoint.keep_last"
-).split()
-_AT_LEAST_ZERO = (
-    "seed drafter.sliding_layers drafter.mask_token_id data.num_workers split.depth "
-    "optim.weight_decay eval.every checkpoint.every"
-).split()
-_POSITIVE = "heartbeat_timeout_s optim.lr optim.eps optim.max_grad_norm loss.position_gamma".split()
-_SHARES = "data.max_bad_share optim.warmup_share optim.min_lr_share".split()
-_DECAYS = "optim.beta1 optim.beta2".split()
-
-
-def lookup(config: Config, key: str) -> Any:
-    """The value at a dotted key."""
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def problems(config: Config) -> list[str]:
-    """Every rule that the settings break, each with key, value and rule; empty if none."""
-    found = []
-    for keys, holds, rule in (
-        (_AT_LEAST_ONE, lambda v: v >= 1, "must be >= 1"),
-        (_AT_LEAST_ZERO, lambda v: v >= 0, "must be >= 0"),
-        (_POSITIVE, lambda v: v > 0 and math.isfinite(v), "must be > 0"),
-        (_SHARES, lambda v: 0 <= v <= 1, "must lie in 0..1"),
-        (_DECAYS, lambda v: 0 <= v < 1, "must be >= 0 and < 1"),
-    ):
-        for key in keys:
-            value = lookup(config, key)
-            if value is not None and not holds(value):
-                found.append(f"{key}={value} {rule}")
-    return found + _combination_problems(config)
-
-
-def _combination_problems(config: Config) -> list[str]:
-    split, drafter, found = config.split, config.drafter, []
-    if not 2 <= drafter.block_size <= TILE:
-        found.append(f"drafter.block_size={drafter.block_size} must lie in 2..{TILE}")
-    if config.tokens_per_batch % TILE:
-        found.append(f"tokens_per_batch={config.tokens_per_batch} must be a multiple of {TILE}")
-    if config.data.max_length > config.tokens_per_batch:
-        found.append(
-            f"data.max_length={config.data.max_length} must not exceed "
-            f"tokens_per_batch={config.tokens_per_batch}: documents are never split"
-        )
-    if split.drafters >= 1 and config.batches_per_step % split.drafters:
-        found.append(
-            f"batches_per_step={config.batches_per_step} must be a multiple of "
-            f"split.drafters={split.drafters}: each drafter rank takes the same number"
-        )
-    if split.colocated and split.targets != split.drafters:
-        found.append(
-            f"split.colocated=true needs split.targets={split.targets} equal to "
-            f"split.drafters={split.drafters}: every rank does both"
-        )
-    if drafter.sliding_layers > drafter.num_layers:
-        found.append(
-            f"drafter.sliding_layers={drafter.sliding_layers} must not exceed "
-            f"drafter.num_layers={drafter.num_layers}"
-        )
-    layers = config.target.capture_layers
-    if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 0):
-        found.append(f"target.capture_layers={layers} must be ascending, distinct and >= 0")
-    if (
-        not Path(config.name).parts
-        or Path(config.name).is_absolute()
-        or ".." in Path(config.name).parts
-    ):
-        found.append(f"name={config.name!r} must be a plain name: it becomes a folder in outputs/")
-    return found
-
-
-def parse(tree: DictConfig) -> Config:
-    """Composed tree -> checked settings.
-
-    Raises:
-        ConfigError: an unknown key (also with `+`), a missing value, a wrong type, or broken rules.
-    """
-    plain = OmegaConf.to_container(tree, resolve=True)
-    unknown = _unknown_keys(cast(dict[str, Any], plain), Config, prefix="")
-    if unknown:
-        raise ConfigError("\n".join(unknown))
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or "?"
-        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
-    assert isinstance(config, Config)
-    found = problems(config)
-    if found:
-        raise ConfigError("\n".join(found))
-    return config
-
-
-def _unknown_keys(plain: dict[str, Any], schema: Any, *, prefix: str) -> list[str]:
-    known = {f.name: f.type for f in fields(schema)}
-    found = []
-    for key, value in plain.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {prefix}{near[0]}?" if near else ""
-            found.append(f"{prefix}{key}={value} is no setting{hint}")
-        elif isinstance(value, dict) and is_dataclass(known[key]):
-            found += _unknown_keys(value, known[key], prefix=f"{prefix}{key}.")
-    return found
-
-
-def resolved(config: Config) -> dict[str, Any]:
-    """The settings as plain values, for config.yaml and wandb."""
-    plain = OmegaConf.to_container(OmegaConf.structured(config), resolve=True, enum_to_str=False)
-    return _enums_to_values(plain)
-
-
-def _enums_to_values(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _enums_to_values(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_enums_to_values(item) for item in value]
-    return value.value if isinstance(value, Enum) else value
 
 
 ConfigStore.instance().store(name="schema", node=Config)

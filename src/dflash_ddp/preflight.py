@@ -17,8 +17,9 @@ from huggingface_hub import constants as hub_constants
 from transformers import AutoTokenizer
 
 from dflash_ddp.checkpoint import complete_checkpoints, read_state, remove_leftovers, step_folder
-from dflash_ddp.config import Config, ConfigError, Device, Dtype, resolved
+from dflash_ddp.config import Config, ConfigError, Device, Dtype
 from dflash_ddp.export import drafter_shape
+from dflash_ddp.settings import resolved
 from dflash_ddp.target.tables import (
     check_capture_layers,
     choose_mask_token,

@@ -10,7 +10,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from dflash_ddp.config import Config, Wandb, resolved
+from dflash_ddp.config import Config, Wandb
+from dflash_ddp.settings import resolved
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from dflash_ddp.config import Config, ConfigError, parse
+from dflash_ddp.config import Config, ConfigError
+from dflash_ddp.settings import parse
 
 if TYPE_CHECKING:  # settings are checked before torch is loaded
     from dflash_ddp.control import Control
