@@ -25,9 +25,9 @@ _AT_LEAST_ONE = (
 ).split()
 _AT_LEAST_ZERO = (
     "seed drafter.sliding_layers drafter.mask_token_id data.num_workers split.depth "
-    "optim.weight_decay eval.every checkpoint.every"
+    "optim.weight_decay eval.every checkpoint.every checkpoint.keep_every"
 ).split()
-_POSITIVE = "heartbeat_timeout_s optim.lr optim.eps optim.max_grad_norm loss.position_gamma".split()
+_POSITIVE = "heartbeat_timeout_s max_hours optim.lr optim.eps optim.max_grad_norm loss.position_gamma".split()
 _SHARES = "data.max_bad_share optim.warmup_share optim.min_lr_share".split()
 _DECAYS = "optim.beta1 optim.beta2".split()
 

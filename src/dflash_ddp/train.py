@@ -138,12 +138,15 @@ def run_rank(config: Config) -> None:
         from dflash_ddp.control import Control
         from dflash_ddp.preflight import device_type
         from dflash_ddp.startup import prepare_run
+        from dflash_ddp.stopping import listen
         from dflash_ddp.world import JobStore, close_world, init_world
 
         store = JobStore(launch)
         control = Control(store, launch, topology, heartbeat_timeout_s=config.heartbeat_timeout_s)
         handler.publish = partial(end_job, control)
         run = prepare_run(config, launch, control)
+        control.failure_folder = run.folder
+        listen(control)
         control.phase("connect")
         world = init_world(
             topology,
@@ -214,7 +217,9 @@ def summary_text(summary: "Summary") -> str:
     """`key=value` pairs in one line."""
     pairs = summary._asdict()
     shown = {
-        key: f"{value:.4f}" if isinstance(value, float) else value for key, value in pairs.items()
+        key: f"{value:.4f}" if isinstance(value, float) else value
+        for key, value in pairs.items()
+        if key != "stopped_by" or value is not None
     }
     return " ".join(f"{key}={value}" for key, value in shown.items())
 

@@ -24,7 +24,7 @@ def lr_multiplier(step: int, *, steps: int, warmup_share: float, min_share: floa
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW; matrices decay, norms do not. Fused on GPUs."""
+    """AdamW, fused; matrices decay, norms do not."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
@@ -35,7 +35,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        fused=parameters[0].is_cuda,
+        fused=True,
     )
 
 

@@ -18,13 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from dflash_ddp.accept import AcceptTally
 from dflash_ddp.batch import PackedBatch
 from dflash_ddp.channel import Received
-from dflash_ddp.checkpoint import (
-    TrainerState,
-    load_tensors,
-    read_state,
-    save_checkpoint,
-)
+from dflash_ddp.checkpoint import TrainerState, load_tensors, read_state
 from dflash_ddp.compiling import require_compiler, use_cache
+from dflash_ddp.config import Export
 from dflash_ddp.control import Control
 from dflash_ddp.drafter.blocks import make_blocks, sample_anchors
 from dflash_ddp.drafter.heldout import tally_batch
@@ -32,6 +28,7 @@ from dflash_ddp.drafter.inputs import HostInputs, host_inputs, to_device
 from dflash_ddp.drafter.metrics import microbatch_sums
 from dflash_ddp.drafter.model import Drafter
 from dflash_ddp.drafter.optim import clip_gradients, lr_multiplier, make_optimizer, set_lr
+from dflash_ddp.drafter.saving import Saver, best_step
 from dflash_ddp.drafter.step import (
     LossSettings,
     Tables,
@@ -40,10 +37,10 @@ from dflash_ddp.drafter.step import (
     resolve_recompute,
 )
 from dflash_ddp.drafter.steplog import StepLog
-from dflash_ddp.export import native_config, save_native
 from dflash_ddp.runlog import RunLog
 from dflash_ddp.schedule import Kind
 from dflash_ddp.startup import Run
+from dflash_ddp.stopping import Stopping
 from dflash_ddp.target.tables import read_tables
 from dflash_ddp.world import World
 
@@ -73,7 +70,9 @@ class Summary(NamedTuple):
     accept_length: float | None
     untrained_accept_length: float | None
     tokens_per_s: float
+    best_step: int | None
     export: str
+    stopped_by: str | None
 
 
 class DrafterWorker:
@@ -95,9 +94,6 @@ class DrafterWorker:
                 config.target.path, config.target.revision, run.spec, run.drafter_dtype, device
             )
         )
-        if run.found.checkpoint is not None:
-            folder = Path(run.found.checkpoint)
-            load_tensors(folder, self.model, self.optimizer, read_state(folder).step)
         self.loss = self._loss_settings()
         self.trained = self._data_parallel()
         self.sequence = 0
@@ -111,8 +107,24 @@ class DrafterWorker:
             self.log,
             block_size=config.drafter.block_size,
             tokens=run.found.tokens,
+            more=self._more,
         )
+        self.saver: Saver | None = None
+        if self.ordinal == 0:
+            self.saver = Saver(run, control, self.model, self.optimizer)
         self.accept_lengths: dict[int, float | None] = {}
+        if run.found.checkpoint is not None:
+            self._go_on_from(Path(run.found.checkpoint))
+
+    def _go_on_from(self, folder: Path) -> None:
+        state = read_state(folder)
+        load_tensors(folder, self.model, self.optimizer)
+        self.steplog.restore(state.sums, self.ordinal)
+        self.accept_lengths = dict(state.accept_lengths)
+
+    def _more(self, step: int) -> dict[str, float]:
+        """Values of a row that others than the step log know."""
+        return {} if self.saver is None else self.saver.metrics()
 
     def _close_log_after_error(self) -> None:
         if self.log is not None:
@@ -143,22 +155,27 @@ class DrafterWorker:
         )
 
     def train(self) -> Summary:
-        """Run all steps; the summary is the same on every drafter rank but for its figures."""
-        run, config = self.run, self.run.config
+        """Run all steps, or as many as are wanted; the summary is that of the first drafter rank."""
+        run, config, control = self.run, self.run.config, self.control
         assert config.steps is not None
         start, steplog = time.monotonic(), self.steplog
+        stopping = Stopping(control, self.world.drafter_group, config.max_hours)
         if run.found.first_step == config.steps:
             logger.info("all %d steps are complete already; nothing is trained", config.steps)
         for step in range(run.found.first_step, config.steps + 1):
             if step in run.schedule.eval_steps:
                 steplog.write()
                 self._evaluate(step)
-            if step > run.found.first_step and self._saves_at(step):
-                steplog.write()
-                self._save(step)
-            if step == config.steps:
+            wish = stopping.agree()
+            ends = wish.stop or step == config.steps
+            if wish.stop:
+                control.request_stop(run.schedule.first_item(step))
+            due = ends or wish.save or self._saves_at(step) or step == self._best
+            if due and step > run.found.first_step:
+                self._save(step, last=ends)
+            if ends:
                 break
-            self.control.phase(f"train step {step}")
+            control.phase(f"train step {step}")
             lr = self._step(step)
             if self._logs_at(step + 1):
                 steplog.measure(step + 1, lr=lr, wait_s=self.features.wait_s)
@@ -166,23 +183,33 @@ class DrafterWorker:
                 steplog.write()
         self.features.close()
         elapsed = time.monotonic() - start
+        stopped_by = stopping.reason if step < config.steps else None
+        if stopped_by is not None:
+            logger.warning(
+                "%s: stopped after %d of %d steps; the same command goes on",
+                *(stopped_by, step, config.steps),
+            )
+        exported = self.saver.finish(step, self._best) if self.saver is not None else None
         return Summary(
-            steps=config.steps,
+            steps=step,
             loss=steplog.last_loss,
-            accept_length=self.accept_lengths.get(config.steps),
+            accept_length=self.accept_lengths.get(step if exported is None else exported),
             untrained_accept_length=self.accept_lengths.get(0),
             tokens_per_s=(steplog.tokens - run.found.tokens) / elapsed,
+            best_step=exported,
             export=str(run.folder / "export"),
+            stopped_by=stopped_by,
         )
 
     def _saves_at(self, step: int) -> bool:
         every = self.run.config.checkpoint.every
-        return step == self.run.config.steps or bool(every and step % every == 0)
+        return bool(every and step % every == 0)
 
     def _logs_at(self, step: int) -> bool:
-        """Also before an evaluation and a checkpoint, so that their token counts are exact."""
-        due = step % self.run.config.logging.every == 0 or step in self.run.schedule.eval_steps
-        return due or self._saves_at(step)
+        """Also before an evaluation, so that its token count is exact, and at the end."""
+        config = self.run.config
+        due = step % config.logging.every == 0 or step == config.steps
+        return due or step in self.run.schedule.eval_steps
 
     def _next_item(self) -> int:
         item = self.run.schedule.item_of(self.ordinal, self.sequence)
@@ -313,30 +340,26 @@ class DrafterWorker:
         self.accept_lengths[step] = result.accept_length
         self.steplog.write_heldout(step, result)
 
-    def _native_config(self) -> dict:
-        run = self.run
-        return native_config(run.shape, run.spec, run.found.capture_layers, run.drafter_dtype)
-
-    def _save(self, step: int) -> None:
-        """Checkpoint; at the last step also the final drafter."""
-        if self.ordinal != 0:
+    def _save(self, step: int, *, last: bool) -> None:
+        """Checkpoint: all drafter ranks bring their sums, the first one saves."""
+        self.steplog.write()
+        sums = self.steplog.gather()
+        if self.saver is None:
             return
         self.control.phase(f"save step {step}")
-        run, start = self.run, time.monotonic()
-        checkpoints = run.folder / "checkpoints"
-        folder = save_checkpoint(
-            checkpoints,
-            self.model,
-            self.optimizer,
-            TrainerState(step, self.steplog.tokens, run.fingerprint()),
-            native_config=self._native_config(),
-            dtype=run.drafter_dtype,
-            keep_last=run.config.checkpoint.keep_last,
+        state = TrainerState(
+            step=step,
+            tokens=self.steplog.tokens,
+            sums=sums,
+            accept_lengths=list(self.accept_lengths.items()),
+            fingerprint=self.run.fingerprint(),
         )
-        if step == run.config.steps:
-            export = run.folder / "export"
-            export.mkdir(exist_ok=True)
-            weights = self.model.state_dict()
-            save_native(export, weights, self._native_config(), run.drafter_dtype)
-        logger.info("saved %s, %.1f s", folder, time.monotonic() - start)
+        self.saver.save(state, best=self._best, last=last)
         self.steplog.not_training()
+
+    @property
+    def _best(self) -> int | None:
+        """The step that export/ shall be of; None: the last."""
+        if self.run.config.checkpoint.export is Export.last:
+            return None
+        return best_step(self.accept_lengths)
