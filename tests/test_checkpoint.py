@@ -46,7 +46,7 @@ def trained(seed):
 def save(folder, model, optimizer, step):
     copy = HostCopy(model, optimizer)
     copy.take()
-    state = TrainerState(step, 10 * step, [[0.5]], [(0, 1.0)], {"seed": 1})
+    state = TrainerState(step, 10 * step, [[0.5]], 0, [(0, 1.0)], {"seed": 1})
     return write_checkpoint(folder, copy.tensors, state, native_config={}, dtype=torch.bfloat16)
 
 

@@ -42,6 +42,7 @@ class TrainerState:
         step: optimizer steps that are complete.
         tokens: tokens trained on, up to the last row of metrics.
         sums: what each drafter rank has summed since that row.
+        bad_steps: steps that were left out so far.
         accept_lengths: (step, held-out accept length) of each evaluation so far.
         fingerprint: settings and data that must not change; see `differences`.
     """
@@ -49,6 +50,7 @@ class TrainerState:
     step: int
     tokens: int
     sums: list[list[float]]
+    bad_steps: int
     accept_lengths: list[tuple[int, float | None]]
     fingerprint: dict[str, Any]
 

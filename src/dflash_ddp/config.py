@@ -82,6 +82,8 @@ class TargetConfig:
     """Tokens of one forward call, padding included; > 0. More is faster and takes more memory."""
     trust_remote_code: bool = False
     """Run code that comes with the weights."""
+    random_weights: bool = False
+    """Weights from the seed, made on the device, in place of files: to measure speed. Results are noise."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -180,6 +182,8 @@ class OptimConfig:
     """Of matrices; >= 0."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; > 0."""
+    max_bad_steps: int = 10
+    """So many steps in a row whose loss or gradient is not finite end the run; fewer are left out; >= 1."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_ddp.config import Config, Wandb
 from dflash_ddp.settings import resolved
@@ -122,3 +122,25 @@ def console_line(row: dict[str, Any], steps: int | None) -> str:
         if key in row:
             parts.append(text.format(row[key]))
     return "  ".join(parts)
+
+
+class Summary(NamedTuple):
+    """What a finished run says in one line."""
+
+    steps: int
+    loss: float | None
+    accept_length: float | None
+    untrained_accept_length: float | None
+    tokens_per_s: float
+    best_step: int | None
+    export: str
+    stopped_by: str | None
+
+    def __str__(self) -> str:
+        """`key=value` pairs in one line."""
+        shown = {
+            key: f"{value:.4f}" if isinstance(value, float) else value
+            for key, value in self._asdict().items()
+            if key != "stopped_by" or value is not None
+        }
+        return " ".join(f"{key}={value}" for key, value in shown.items())

@@ -21,7 +21,7 @@ _AT_LEAST_ONE = (
     "drafter.num_anchors drafter.intermediate_size drafter.num_attention_heads "
     "drafter.num_key_value_heads drafter.head_dim drafter.sliding_window data.max_length "
     "split.targets split.drafters split.lane_ctas loss.chunk_rows eval.max_documents "
-    "logging.every checkpoint.keep_last"
+    "logging.every checkpoint.keep_last optim.max_bad_steps"
 ).split()
 _AT_LEAST_ZERO = (
     "seed drafter.sliding_layers drafter.mask_token_id data.num_workers split.depth "

@@ -27,7 +27,7 @@ from dflash_ddp.settings import parse
 
 if TYPE_CHECKING:  # settings are checked before torch is loaded
     from dflash_ddp.control import Control
-    from dflash_ddp.drafter.worker import Features, Summary
+    from dflash_ddp.drafter.intake import Features
     from dflash_ddp.startup import Run
     from dflash_ddp.world import World
 
@@ -210,18 +210,7 @@ def play_roles(run: "Run", world: "World", control: "Control") -> str | None:
     summary = worker.train()
     if worker.log is not None:
         worker.log.close()
-    return summary_text(summary)
-
-
-def summary_text(summary: "Summary") -> str:
-    """`key=value` pairs in one line."""
-    pairs = summary._asdict()
-    shown = {
-        key: f"{value:.4f}" if isinstance(value, float) else value
-        for key, value in pairs.items()
-        if key != "stopped_by" or value is not None
-    }
-    return " ".join(f"{key}={value}" for key, value in shown.items())
+    return str(summary)
 
 
 if __name__ == "__main__":

@@ -51,3 +51,13 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     Stays on the device: the host does not learn the norm here.
     """
     return nn.utils.clip_grad_norm_(list(parameters), max_norm, foreach=True)
+
+
+def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
+    """One step; masters, moments and count stay as they are where the gradient's norm is not finite.
+
+    Decided on the device, by the means that automatic mixed precision has for it.
+    """
+    bad = torch.logical_not(grad_norm.isfinite()).float()
+    optimizer.found_inf = bad  # type: ignore[attr-defined]
+    optimizer.step()

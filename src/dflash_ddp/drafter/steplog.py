@@ -65,6 +65,7 @@ class StepLog:
         self.num_steps = 0
         self._world, self._control, self._log, self._more = world, control, log, more
         self._sums = empty_sums(block_size, world.device)
+        self._step_sums = torch.zeros_like(self._sums)  # of the step that is being made
         self._grad_norm: Tensor | None = None
         self._wait_s = self._target_wait_s = 0.0
         self._lap_at = time.monotonic()
@@ -88,10 +89,12 @@ class StepLog:
 
     def add(self, sums: Tensor) -> None:
         """Collect a microbatch."""
-        self._sums += sums
+        self._step_sums += sums
 
     def end_step(self, grad_norm: Tensor) -> None:
-        """A step is complete; its gradient norm before the clip."""
+        """A step is complete; its gradient norm before the clip. Not finite: it was left out."""
+        self._sums += torch.where(grad_norm.isfinite(), self._step_sums, 0.0)
+        self._step_sums = torch.zeros_like(self._sums)
         self._grad_norm = grad_norm
         self.num_steps += 1
 

@@ -8,7 +8,6 @@ import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,62 +16,50 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dflash_ddp.accept import AcceptTally
 from dflash_ddp.batch import PackedBatch
-from dflash_ddp.channel import Received
 from dflash_ddp.checkpoint import TrainerState, load_tensors, read_state
-from dflash_ddp.compiling import require_compiler, use_cache
-from dflash_ddp.config import Export
+from dflash_ddp.compiling import compile_now, require_compiler
+from dflash_ddp.config import Export, Recompute
 from dflash_ddp.control import Control
+from dflash_ddp.drafter.badsteps import BadSteps
 from dflash_ddp.drafter.blocks import make_blocks, sample_anchors
 from dflash_ddp.drafter.heldout import tally_batch
 from dflash_ddp.drafter.inputs import HostInputs, host_inputs, to_device
+from dflash_ddp.drafter.intake import Features, Intake
 from dflash_ddp.drafter.metrics import microbatch_sums
 from dflash_ddp.drafter.model import Drafter
-from dflash_ddp.drafter.optim import clip_gradients, lr_multiplier, make_optimizer, set_lr
+from dflash_ddp.drafter.optim import (
+    clip_gradients,
+    lr_multiplier,
+    make_optimizer,
+    set_lr,
+    step_if_finite,
+)
 from dflash_ddp.drafter.saving import Saver, best_step
 from dflash_ddp.drafter.step import (
     LossSettings,
     Tables,
     compile_step,
+    forward,
     forward_backward,
     resolve_recompute,
 )
 from dflash_ddp.drafter.steplog import StepLog
-from dflash_ddp.runlog import RunLog
-from dflash_ddp.schedule import Kind
+from dflash_ddp.runlog import RunLog, Summary
+from dflash_ddp.schedule import Kind, StreamItem
 from dflash_ddp.startup import Run
 from dflash_ddp.stopping import Stopping
-from dflash_ddp.target.tables import read_tables
+from dflash_ddp.target.tables import random_tables, read_tables
 from dflash_ddp.world import World
 
 logger = logging.getLogger(__name__)
 
 
-class Features(Protocol):
-    """Where a drafter's feature batches come from: the channel, or the rank itself."""
-
-    wait_s: float
-
-    def receive(self) -> Received | None:
-        """The next feature batch of this drafter; None after its last."""
-
-    def release(self, received: Received) -> None:
-        """Give its slot back."""
-
-    def close(self) -> None:
-        """Wait until nothing more can come."""
-
-
-class Summary(NamedTuple):
-    """What a finished run says in one line."""
-
-    steps: int
-    loss: float | None
-    accept_length: float | None
-    untrained_accept_length: float | None
-    tokens_per_s: float
-    best_step: int | None
-    export: str
-    stopped_by: str | None
+def target_tables(run: Run, device: torch.device) -> Tables:
+    """The target's tables in the drafter's compute dtype."""
+    target, dtype = run.config.target, run.drafter_dtype
+    if target.random_weights:
+        return Tables(*random_tables(run.spec, dtype, device, run.config.seed))
+    return Tables(*read_tables(target.path, target.revision, run.spec, dtype, device))
 
 
 class DrafterWorker:
@@ -80,8 +67,9 @@ class DrafterWorker:
 
     def __init__(self, run: Run, world: World, control: Control, features: Features) -> None:
         """Build the drafter, load the target's tables and, on resume, the checkpoint."""
-        self.run, self.world, self.control, self.features = run, world, control, features
+        self.run, self.world, self.control = run, world, control
         self.ordinal = world.topology.drafter_ranks.index(world.rank)
+        self.intake = Intake(run, features, self.ordinal)
         self.num_drafters = run.config.split.drafters
         device = world.device
         self.model = Drafter(run.shape)
@@ -89,14 +77,9 @@ class DrafterWorker:
         self.model.to(device)
         self.optimizer = make_optimizer(self.model, run.config.optim)
         config = run.config
-        self.tables = Tables(
-            *read_tables(
-                config.target.path, config.target.revision, run.spec, run.drafter_dtype, device
-            )
-        )
+        self.tables = target_tables(run, device)
         self.loss = self._loss_settings()
         self.trained = self._data_parallel()
-        self.sequence = 0
         self.log: RunLog | None = None
         if self.ordinal == 0:
             self.log = RunLog(run.folder, config, first_step=run.found.first_step)
@@ -113,18 +96,19 @@ class DrafterWorker:
         if self.ordinal == 0:
             self.saver = Saver(run, control, self.model, self.optimizer)
         self.accept_lengths: dict[int, float | None] = {}
+        num_bad = 0
         if run.found.checkpoint is not None:
-            self._go_on_from(Path(run.found.checkpoint))
-
-    def _go_on_from(self, folder: Path) -> None:
-        state = read_state(folder)
-        load_tensors(folder, self.model, self.optimizer)
-        self.steplog.restore(state.sums, self.ordinal)
-        self.accept_lengths = dict(state.accept_lengths)
+            folder = Path(run.found.checkpoint)
+            state = read_state(folder)
+            load_tensors(folder, self.model, self.optimizer)
+            self.steplog.restore(state.sums, self.ordinal)
+            self.accept_lengths, num_bad = dict(state.accept_lengths), state.bad_steps
+        self.bad_steps = BadSteps(run, world.rank, speaks=self.ordinal == 0, count=num_bad)
 
     def _more(self, step: int) -> dict[str, float]:
         """Values of a row that others than the step log know."""
-        return {} if self.saver is None else self.saver.metrics()
+        saved = {} if self.saver is None else self.saver.metrics()
+        return {"optim/bad_steps": self.bad_steps.count(step)} | saved
 
     def _close_log_after_error(self) -> None:
         if self.log is not None:
@@ -138,9 +122,26 @@ class DrafterWorker:
             require_compiler()  # attention is compiled there even if nothing else is
         if not (cuda if config.drafter.compile is None else config.drafter.compile):
             return LossSettings(config.loss.chunk_rows, recompute)
-        warm = use_cache()
-        logger.info("compiled code: %s", "found in the cache" if warm else "cache is empty")
-        return compile_step(self.model, chunk_rows=config.loss.chunk_rows, recompute=recompute)
+        self.loss = compile_step(self.model, chunk_rows=config.loss.chunk_rows, recompute=recompute)
+        graphs = f"{self.run.shape} {self.run.drafter_dtype} {config.tokens_per_batch} "
+        graphs += f"{config.drafter.num_anchors} {len(self.tables.head_VH)} {self.loss[:2]}"
+        compile_now("the drafter", graphs, self._step_once)
+        return self.loss
+
+    def _step_once(self) -> None:
+        """Forward with and without gradients, and backward, as training and evaluation run them."""
+        run, device = self.run, self.world.device
+        host = self._host_inputs(run.load(StreamItem(0, Kind.TRAIN, 0, 0, 0)))
+        inputs = to_device(host, run.shape, device)
+        size = (run.config.tokens_per_batch, run.feature_width)
+        features_SC = torch.zeros(size, dtype=run.drafter_dtype, device=device)
+        scale = torch.ones((), device=device)
+        forward_backward(self.model, self.tables, features_SC, inputs, scale=scale, loss=self.loss)
+        self.model.zero_grad(set_to_none=True)
+        if run.heldout is not None:
+            with torch.no_grad():
+                evaluated = self.loss._replace(recompute=Recompute.none)
+                forward(self.model, self.tables, features_SC, inputs, loss=evaluated)
 
     def _data_parallel(self) -> nn.Module:
         if self.num_drafters == 1:
@@ -178,10 +179,10 @@ class DrafterWorker:
             control.phase(f"train step {step}")
             lr = self._step(step)
             if self._logs_at(step + 1):
-                steplog.measure(step + 1, lr=lr, wait_s=self.features.wait_s)
+                steplog.measure(step + 1, lr=lr, wait_s=self.intake.features.wait_s)
             else:
                 steplog.write()
-        self.features.close()
+        self.intake.features.close()
         elapsed = time.monotonic() - start
         stopped_by = stopping.reason if step < config.steps else None
         if stopped_by is not None:
@@ -211,31 +212,6 @@ class DrafterWorker:
         due = step % config.logging.every == 0 or step == config.steps
         return due or step in self.run.schedule.eval_steps
 
-    def _next_item(self) -> int:
-        item = self.run.schedule.item_of(self.ordinal, self.sequence)
-        self.sequence += 1
-        return item
-
-    def _receive(self, item: int, batch: PackedBatch) -> Received:
-        """The features of `batch`, proven to belong to it.
-
-        Raises:
-            ValueError: another item or other tokens than this rank's schedule says.
-        """
-        received = self.features.receive()
-        if received is None:
-            raise ValueError(f"the stream ended before item {item}")
-        header = received.header
-        if received.item != item or header.digest != batch.digest():
-            raise ValueError(
-                f"features of item {received.item} (digest {header.digest:08x}) came where item "
-                f"{item} (digest {batch.digest():08x}) was due: do all nodes hold the same data?"
-            )
-        return received
-
-    def _features_of(self, received: Received) -> Tensor:
-        return self.run.slot_features(received.slot).to(self.run.drafter_dtype)
-
     def _host_inputs(self, batch: PackedBatch) -> HostInputs:
         config = self.run.config
         anchors = sample_anchors(batch, config.drafter.num_anchors, seed=config.seed)
@@ -259,23 +235,24 @@ class DrafterWorker:
         """One optimizer step; the learning rate used."""
         config = self.run.config
         assert config.steps is not None
-        items = [self._next_item() for _ in range(config.microbatches)]
-        batches = [self.run.load(self.run.schedule.item(item)) for item in items]
-        hosts = [self._host_inputs(batch) for batch in batches]
+        taken = [self.intake.next(Kind.TRAIN) for _ in range(config.microbatches)]
+        hosts = [self._host_inputs(batch) for _, batch in taken]
         scale = self._scale(sum(host.weight_sum for host in hosts))
-        for i, (item, batch, host) in enumerate(zip(items, batches, hosts, strict=True)):
-            received = self._receive(item, batch)
+        losses = []
+        for i, ((item, batch), host) in enumerate(zip(taken, hosts, strict=True)):
+            received = self.intake.receive(item, batch)
             inputs = to_device(host, self.run.shape, self.world.device)
-            with self._reduce_at(last=i == len(items) - 1):
+            with self._reduce_at(last=i == len(taken) - 1):
                 result = forward_backward(
                     self.trained,
                     self.tables,
-                    self._features_of(received),
+                    self.intake.tensor(received),
                     inputs,
                     scale=scale,
                     loss=self.loss,
                 )
-            self.features.release(received)
+            self.intake.features.release(received)
+            losses.append(result.loss_sum)
             self.steplog.add(
                 microbatch_sums(
                     result, inputs, weight_sum=host.weight_sum, num_tokens=host.num_tokens
@@ -289,9 +266,10 @@ class DrafterWorker:
         )
         grad_norm = clip_gradients(self.model.parameters(), config.optim.max_grad_norm)
         set_lr(self.optimizer, lr)
-        self.optimizer.step()
+        step_if_finite(self.optimizer, grad_norm)
         self.optimizer.zero_grad(set_to_none=self.num_drafters == 1)
         self.steplog.end_step(grad_norm)
+        self.bad_steps.add(step + 1, [batch for _, batch in taken], losses, grad_norm)
         return lr
 
     def _scale(self, weight_sum: float) -> Tensor:
@@ -318,20 +296,17 @@ class DrafterWorker:
         config, schedule = self.run.config, self.run.schedule
         tally = AcceptTally.empty(config.drafter.block_size).to_array()
         for _ in range(self.ordinal, schedule.num_heldout, self.num_drafters):
-            item = self._next_item()
-            stream_item = schedule.item(item)
-            assert stream_item.kind is Kind.HELDOUT
-            batch = self.run.load(stream_item)
-            received = self._receive(item, batch)
+            item, batch = self.intake.next(Kind.HELDOUT)
+            received = self.intake.receive(item, batch)
             tally += tally_batch(
                 self.model,
                 self.tables,
-                self._features_of(received),
+                self.intake.tensor(received),
                 batch,
                 num_anchors=config.drafter.num_anchors,
                 loss=self.loss,
             ).to_array()
-            self.features.release(received)
+            self.intake.features.release(received)
         self.steplog.not_training()
         total = torch.from_numpy(tally).to(self.world.device)
         # Who meets: all drafter ranks, after their share of the held-out batches.
@@ -343,6 +318,7 @@ class DrafterWorker:
     def _save(self, step: int, *, last: bool) -> None:
         """Checkpoint: all drafter ranks bring their sums, the first one saves."""
         self.steplog.write()
+        self.bad_steps.look(wait=True)
         sums = self.steplog.gather()
         if self.saver is None:
             return
@@ -351,6 +327,7 @@ class DrafterWorker:
             step=step,
             tokens=self.steplog.tokens,
             sums=sums,
+            bad_steps=self.bad_steps.count(step),
             accept_lengths=list(self.accept_lengths.items()),
             fingerprint=self.run.fingerprint(),
         )

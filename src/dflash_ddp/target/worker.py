@@ -5,15 +5,17 @@ import time
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from dflash_ddp.batch import PackedBatch
 from dflash_ddp.channel import FeatureSender, Routing
-from dflash_ddp.compiling import require_compiler, require_main_thread
+from dflash_ddp.compiling import compile_now, require_compiler, require_main_thread
 from dflash_ddp.control import Control
 from dflash_ddp.startup import Run
-from dflash_ddp.target.capture import Target, check_features
+from dflash_ddp.target.capture import Target, check_features, compile_rows
 from dflash_ddp.target.compiled import compile_layers
-from dflash_ddp.target.model import load_target
+from dflash_ddp.target.model import load_target, random_target
+from dflash_ddp.target.tables import read_config
 from dflash_ddp.world import World
 
 logger = logging.getLogger(__name__)
@@ -27,21 +29,17 @@ class FeatureSource:
     def __init__(self, run: Run, device: torch.device) -> None:
         """Load the target; compile its layers on GPUs unless switched off."""
         config, start = run.config.target, time.monotonic()
-        model = load_target(
-            config.path,
-            config.revision,
-            capture_layers=run.found.capture_layers,
-            dtype=run.feature_dtype,
-            device=device,
-            attention=config.attention,
-            trust_remote_code=config.trust_remote_code,
-        )
-        if device.type == "cuda" if config.compile is None else config.compile:
+        model = _load(run, device)
+        compiled = device.type == "cuda" if config.compile is None else config.compile
+        if compiled:
             require_compiler()
             compile_layers(model)
         self._target = Target(model, run.found.capture_layers, max_row_tokens=config.row_tokens)
         self._checked = False
         logger.info("target %s is loaded, %.0f s", config.path, time.monotonic() - start)
+        if compiled:
+            graphs = f"{model.config.to_json_string()} {run.feature_dtype}"
+            compile_now("the target", graphs, lambda: compile_rows(self._target))
 
     def features(self, batch: PackedBatch, out_SC: Tensor) -> None:
         """Write the features of `batch` into the first n rows of `out_SC` [S, C].
@@ -54,6 +52,28 @@ class FeatureSource:
         if not self._checked:
             check_features(self._target, batch, out_SC)
             self._checked = True
+
+
+def _load(run: Run, device: torch.device) -> PreTrainedModel:
+    config, layers, dtype = run.config.target, run.found.capture_layers, run.feature_dtype
+    if config.random_weights:
+        return random_target(
+            read_config(config.path, config.revision, config.trust_remote_code),
+            capture_layers=layers,
+            dtype=dtype,
+            device=device,
+            seed=run.config.seed,
+            attention=config.attention,
+        )
+    return load_target(
+        config.path,
+        config.revision,
+        capture_layers=layers,
+        dtype=dtype,
+        device=device,
+        attention=config.attention,
+        trust_remote_code=config.trust_remote_code,
+    )
 
 
 def stream_features(run: Run, world: World, control: Control, routing: Routing) -> None:
