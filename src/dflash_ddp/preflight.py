@@ -172,11 +172,17 @@ def _find_checkpoint(config: Config, folder: Path) -> Path | None:
     return given
 
 
-def claim_folder(config: Config, reports: dict[str, dict[str, Any]]) -> None:
+def claimed_by(config: Config) -> str | None:
+    """The launch that wrote into the run's folder last; None if nobody did."""
+    file = Path(config.output_dir) / "env.json"
+    return json.loads(file.read_text(encoding="utf-8")).get("launch") if file.is_file() else None
+
+
+def claim_folder(config: Config, reports: dict[str, dict[str, Any]], launch: str) -> None:
     """Take the run's folder, once all is checked: a run that is refused has changed nothing in it.
 
     With resume=none an earlier run is moved aside, never mixed. Writes config.yaml (every setting
-    as resolved), env.json (with what this ran) and the data reports.
+    as resolved), env.json (with what this ran, in which launch) and the data reports.
     """
     folder = Path(config.output_dir)
     if config.resume == "none" and (folder / "config.yaml").exists():
@@ -191,5 +197,11 @@ def claim_folder(config: Config, reports: dict[str, dict[str, Any]]) -> None:
     text = yaml.safe_dump(resolved(config), sort_keys=False)
     (folder / "config.yaml").write_text(text, encoding="utf-8")
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-    environment = {"argv": sys.argv, "python": sys.version, "torch": torch.__version__, "gpu": gpu}
+    environment = {
+        "launch": launch,
+        "argv": sys.argv,
+        "python": sys.version,
+        "torch": torch.__version__,
+        "gpu": gpu,
+    }
     (folder / "env.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")

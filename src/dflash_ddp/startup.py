@@ -28,6 +28,7 @@ from dflash_ddp.export import drafter_shape
 from dflash_ddp.preflight import (
     Preflight,
     claim_folder,
+    claimed_by,
     device_type,
     load_tokenizer,
     preflight,
@@ -197,6 +198,8 @@ def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
     control.phase("preflight")
     use_cache_without_hub()
     if launch.rank == 0:
+        if launch.restart_count and claimed_by(config) == launch.run_id:
+            config.resume = "auto"  # the launcher started the ranks anew: never from the beginning
         control.publish("preflight", json.dumps(asdict(preflight(config))))
     found = Preflight(**json.loads(control.wait_for("preflight", "rank 0 to check the settings")))
     control.phase("data")
@@ -213,7 +216,8 @@ def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
     if launch.rank == 0:
         _check_run(run)
         stores = {"text": text, "heldout": heldout}
-        claim_folder(config, {name: store.report for name, store in stores.items() if store})
+        reports = {name: store.report for name, store in stores.items() if store}
+        claim_folder(config, reports, launch.run_id)
     return run
 
 
