@@ -119,6 +119,9 @@ class DataConfig:
     """Like `path`: rows to measure accept length on; never trained on."""
     heldout_split: str = "test"
     """Split of a held-out hub data set."""
+    heldout_generated: bool = False
+    """The target itself wrote the held-out answers, greedily. Without, their walk is logged as
+    `heldout/walk_on_text`: no accept length. `python -m dflash_ddp.evaluate` checks it."""
     max_length: int = 4096
     """Tokens of a document; longer ones are cut; <= tokens_per_batch."""
     enable_thinking: bool | None = None

@@ -51,6 +51,7 @@ class Material:
             *("target=demo", f"target.path={self.folder / 'target'}", "data=demo"),
             *(f"data.path={self.folder / 'train.jsonl'}", f"data.cache_dir={self.cache}"),
             *(f"data.heldout={self.folder / 'heldout.jsonl'}", "data.max_length=256"),
+            "data.heldout_generated=false",
             *(f"output_dir={self.output(name)}", *SMALL, *more),
         ]
 
@@ -94,7 +95,7 @@ def one_target(material) -> Path:
 
 def test_a_run_writes_every_step_and_both_ends(one_target):
     trained = [row for row in rows(one_target) if "train/loss" in row]
-    measured = [row["step"] for row in rows(one_target) if "heldout/accept_length" in row]
+    measured = [row["step"] for row in rows(one_target) if "heldout/walk_on_text" in row]
     assert [row["step"] for row in trained] == [1, 2, 3, 4, 5, 6]
     assert measured == [0, 3, 6]
     assert trained[-1]["train/loss"] < trained[0]["train/loss"]

@@ -311,7 +311,7 @@ class DrafterWorker:
         dist.all_reduce(total, group=self.world.drafter_group)
         result = AcceptTally.from_array(total.cpu().numpy())
         self.accept_lengths[step] = result.accept_length
-        self.steplog.write_heldout(step, result)
+        self.steplog.write_heldout(step, result, generated=config.data.heldout_generated)
 
     def _native_config(self) -> dict:
         run = self.run
