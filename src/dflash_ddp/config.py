@@ -43,6 +43,14 @@ class Recompute(Enum):
     none = "none"
 
 
+class PositionWeight(Enum):
+    """What a slot's loss counts."""
+
+    decay = "decay"
+    uniform = "uniform"
+    dpace = "dpace"
+
+
 class Wandb(Enum):
     """Where wandb writes."""
 
@@ -180,8 +188,13 @@ class LossConfig:
 
     recompute: Recompute = Recompute.auto
     """auto | in_forward | reentrant | non_reentrant | none: how its gradient is made; all are equal."""
-    position_gamma: float | None = 7.0
-    """Slot k weighs exp(-(k-1)/gamma); > 0; null: all alike. 7 for block 16, 5 for 10, 4 for 8."""
+    position_weight: PositionWeight = PositionWeight.decay
+    """decay: slot k weighs exp(-(k-1)/gamma) | uniform | dpace: by what the drafter itself finds
+    likely (D-PACE)."""
+    position_gamma: float | None = None
+    """Of `decay`; > 0; null: by block size, 7 for 16, 5 for 10, 4 for 8."""
+    dpace_alpha: float = 0.5
+    """Of `dpace`: added confidence, so that a hopeless slot does not void those after it; 0..1."""
     chunk_rows: int = 4096
     """Slots whose logits exist at a time; >= 1."""
 

@@ -28,7 +28,7 @@ _AT_LEAST_ZERO = (
     "optim.weight_decay eval.every checkpoint.every"
 ).split()
 _POSITIVE = "heartbeat_timeout_s optim.lr optim.eps optim.max_grad_norm loss.position_gamma".split()
-_SHARES = "data.max_bad_share optim.warmup_share optim.min_lr_share".split()
+_SHARES = "data.max_bad_share optim.warmup_share optim.min_lr_share loss.dpace_alpha".split()
 _DECAYS = "optim.beta1 optim.beta2".split()
 
 

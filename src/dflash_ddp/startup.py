@@ -23,6 +23,7 @@ from dflash_ddp.control import Control
 from dflash_ddp.data.packing import Packing, packed_batch
 from dflash_ddp.data.rendering import RenderSettings
 from dflash_ddp.data.store import DocumentStore, format_report, prepare
+from dflash_ddp.drafter.blocks import decay_gamma
 from dflash_ddp.drafter.model import DrafterShape
 from dflash_ddp.export import drafter_shape
 from dflash_ddp.preflight import (
@@ -163,7 +164,9 @@ class Run:
             "batches_per_step": config.batches_per_step,
             "split.drafters": config.split.drafters,
             "drafter.num_anchors": config.drafter.num_anchors,
-            "loss.position_gamma": config.loss.position_gamma,
+            "loss.position_weight": config.loss.position_weight.value,
+            "loss.position_gamma": decay_gamma(config.loss, config.drafter.block_size),
+            "loss.dpace_alpha": config.loss.dpace_alpha,
             "target.path": config.target.path,
             "target.capture_layers": self.found.capture_layers,
             "data.path": config.data.path,

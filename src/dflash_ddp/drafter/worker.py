@@ -25,8 +25,9 @@ from dflash_ddp.checkpoint import (
     save_checkpoint,
 )
 from dflash_ddp.compiling import require_compiler, use_cache
+from dflash_ddp.config import PositionWeight
 from dflash_ddp.control import Control
-from dflash_ddp.drafter.blocks import make_blocks, sample_anchors
+from dflash_ddp.drafter.blocks import decay_gamma, make_blocks, sample_anchors
 from dflash_ddp.drafter.heldout import tally_batch
 from dflash_ddp.drafter.inputs import HostInputs, host_inputs, to_device
 from dflash_ddp.drafter.metrics import microbatch_sums
@@ -99,6 +100,8 @@ class DrafterWorker:
             folder = Path(run.found.checkpoint)
             load_tensors(folder, self.model, self.optimizer, read_state(folder).step)
         self.loss = self._loss_settings()
+        if config.loss.position_weight is PositionWeight.dpace:
+            self.loss = self.loss._replace(dpace_alpha=config.loss.dpace_alpha)
         self.trained = self._data_parallel()
         self.sequence = 0
         self.log: RunLog | None = None
@@ -217,7 +220,7 @@ class DrafterWorker:
             anchors,
             num_anchors=config.drafter.num_anchors,
             block_size=config.drafter.block_size,
-            gamma=config.loss.position_gamma,
+            gamma=decay_gamma(config.loss, config.drafter.block_size),
         )
         return host_inputs(
             batch,
