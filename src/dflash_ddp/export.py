@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_ddp.config import DrafterConfig
+from dflash_ddp.config import ConfigError, DrafterConfig
 from dflash_ddp.drafter.model import FULL, SLIDING, Drafter, DrafterShape
 from dflash_ddp.target.tables import TargetSpec
 
@@ -151,6 +151,25 @@ def load_shape(folder: Path) -> DrafterShape:
         )
     except KeyError as missing:
         raise ValueError(f"{folder / CONFIG_FILE} has no {missing}") from None
+
+
+def load_capture_layers(folder: Path) -> list[int]:
+    """The target's layers that a native folder's drafter reads, 0-based."""
+    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    return config["dflash_config"]["target_layer_ids"]
+
+
+def newest_drafter(run: Path) -> Path:
+    """A run's exported drafter; of a run that has not ended, that of its newest checkpoint.
+
+    Raises:
+        ConfigError: it has neither.
+    """
+    folders = [run / "export", *sorted((run / "checkpoints").glob("step_*"), reverse=True)]
+    found = next((folder for folder in folders if (folder / WEIGHTS_FILE).is_file()), None)
+    if found is None:
+        raise ConfigError(f"run={run} has neither export/ nor a checkpoint")
+    return found
 
 
 def load_native(folder: Path, device: torch.device) -> Drafter:

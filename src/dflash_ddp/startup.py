@@ -242,14 +242,6 @@ def _prepare_data(config: Config, *, speaks: bool) -> dict[str, str | None]:
     """Tokenise training and held-out text; where they lie."""
     tokenizer = load_tokenizer(config)
     data = config.data
-    settings = RenderSettings(
-        enable_thinking=data.enable_thinking,
-        eos_ids=frozenset(_eos_ids(config, tokenizer)),
-        max_length=data.max_length,
-    )
-    workers = data.num_workers
-    if workers is None:
-        workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
     found: dict[str, str | None] = {"text": None, "heldout": None}
     for name, path, split in (
         ("text", data.path, data.split),
@@ -257,26 +249,46 @@ def _prepare_data(config: Config, *, speaks: bool) -> dict[str, str | None]:
     ):
         if path is None:
             continue
-        try:
-            store = prepare(
-                path,
-                tokenizer,
-                settings=settings,
-                cache_dir=data.cache_dir,
-                split=split,
-                revision=data.revision,
-                num_workers=workers,
-                max_bad_share=data.max_bad_share,
-            )
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"data ({name}): {error}") from error
+        store = prepare_text(config, tokenizer, name=name, path=path, split=split)
         found[name] = str(store.path)
         if speaks:
             logger.info("%s", format_report(store.report))
     return found
 
 
-def _eos_ids(config: Config, tokenizer: Any) -> set[int]:
+def prepare_text(
+    config: Config, tokenizer: Any, *, name: str, path: str, split: str
+) -> DocumentStore:
+    """Tokenise one text under the target's chat template, or find it in the cache.
+
+    Raises:
+        ConfigError: it cannot be read or used; `name` says which text.
+    """
+    data = config.data
+    settings = RenderSettings(
+        enable_thinking=data.enable_thinking,
+        eos_ids=frozenset(eos_ids(config, tokenizer)),
+        max_length=data.max_length,
+    )
+    workers = data.num_workers
+    if workers is None:
+        workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+    try:
+        return prepare(
+            path,
+            tokenizer,
+            settings=settings,
+            cache_dir=data.cache_dir,
+            split=split,
+            revision=data.revision,
+            num_workers=workers,
+            max_bad_share=data.max_bad_share,
+        )
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"data ({name}): {error}") from error
+
+
+def eos_ids(config: Config, tokenizer: Any) -> set[int]:
     """Every token that ends generation: the tokenizer's, and those of generation_config.json."""
     ids = {tokenizer.eos_token_id}
     try:
