@@ -202,7 +202,9 @@ def test_the_chi_square_test_itself():
     """5 % quantiles of 1 and 10 degrees of freedom, from tables."""
     expected = np.array([50.0, 50.0])
     shift = np.sqrt(3.841 * 25)
-    assert chi_square_p(expected + [shift, -shift], expected) == pytest.approx(0.05, abs=1e-3)
+    assert chi_square_p(expected + np.array([shift, -shift]), expected) == pytest.approx(
+        0.05, abs=1e-3
+    )
     expected = np.full(11, 100.0)
     observed = expected + np.array([1, -1] * 5 + [0]) * np.sqrt(18.307 * 10)
     assert chi_square_p(observed, expected) == pytest.approx(0.05, abs=1e-3)

@@ -1,20 +1,32 @@
 """The native DFlash folder: `config.json` and `model.safetensors`, as z-lab's class and the servers read them.
 
+    python -m dflash_ddp.export run=outputs/mine out=DIR [format=native|speculators]
+
+copies a run's drafter out, with a model card, and writes nothing that does not load back.
+
 Weights carry z-lab's names, without prefix, without the target's embedding and head. The configuration writes every
 value that a reader might default: both forms of the rope base, the block size at both places, explicit layers.
 """
 
 import json
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_ddp.config import ConfigError, DrafterConfig
 from dflash_ddp.drafter.model import FULL, SLIDING, Drafter, DrafterShape
-from dflash_ddp.target.tables import TargetSpec
+from dflash_ddp.model_card import heldout_row, model_card
+from dflash_ddp.settings import command_line, parse
+from dflash_ddp.speculators_format import check, problems, speculators_config
+from dflash_ddp.target.tables import TargetSpec, read_config
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 
@@ -153,6 +165,55 @@ def load_shape(folder: Path) -> DrafterShape:
         raise ValueError(f"{folder / CONFIG_FILE} has no {missing}") from None
 
 
+# Settings of a native folder that change what a drafter computes, and the value that ours has.
+_FIXED = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "rope_scaling": None,
+    "sample_from_anchor": False,
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "conv_kernel_size": None,
+    "selector_rank": None,
+    "projector_type": "dflash",
+    "markov_rank": None,
+}
+
+
+def native_differences(
+    folder: Path, shape: DrafterShape, spec: TargetSpec, capture_layers: list[int]
+) -> list[str]:
+    """Where a native folder's drafter is not the one described, in shape or meaning, one text each.
+
+    Masks are compared by what they let a slot see, not by how they are written down.
+
+    Raises:
+        ValueError: see `load_shape`.
+    """
+    config, theirs = json.loads((folder / CONFIG_FILE).read_text("utf-8")), load_shape(folder)
+    inner = config.get("dflash_config", {})
+    pairs: dict[str, tuple[Any, Any]] = {
+        key: (value, getattr(shape, key))
+        for key, value in asdict(theirs).items()
+        if key not in ("initializer_range", "is_causal", "sliding_window")
+    }
+    for i, kinds in enumerate(zip(theirs.layer_types, shape.layer_types, strict=False)):
+        pairs[f"mask of layer {i}"] = (theirs.mask_rule(kinds[0]), shape.mask_rule(kinds[1]))
+    pairs["target_layer_ids"] = (inner["target_layer_ids"], list(capture_layers))
+    pairs["num_target_layers"] = (config.get("num_target_layers"), spec.num_layers)
+    pairs["vocab_size"] = (config.get("vocab_size"), spec.table_rows)
+    for key, ours in _FIXED.items():
+        pairs[key] = (inner.get(key, config.get(key, ours)), ours)
+    rope_type = (config.get("rope_parameters") or {}).get("rope_type", "default")
+    pairs["rope_type"] = (rope_type, "default")
+    return [
+        f"{key}: {theirs} there, {ours} here"
+        for key, (theirs, ours) in pairs.items()
+        if theirs != ours
+    ]
+
+
 def load_capture_layers(folder: Path) -> list[int]:
     """The target's layers that a native folder's drafter reads, 0-based."""
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
@@ -175,6 +236,130 @@ def newest_drafter(run: Path) -> Path:
 def load_native(folder: Path, device: torch.device) -> Drafter:
     """The drafter of a native folder, as fp32 masters; every tensor must be there and no other."""
     model = Drafter(load_shape(folder))
+    load_weights(model, folder)
+    return model.to(device)
+
+
+def load_weights(model: Drafter, folder: Path) -> None:
+    """A native folder's weights into a drafter of its shape.
+
+    Raises:
+        RuntimeError: a tensor is missing, left over or of another shape; torch names all.
+    """
     weights = load_file(folder / WEIGHTS_FILE)
     model.load_state_dict({name: w.float() for name, w in weights.items()}, strict=True)
-    return model.to(device)
+
+
+class Format(Enum):
+    """Of an export."""
+
+    native = "native"
+    speculators = "speculators"
+
+
+@dataclass(kw_only=True, slots=True)
+class ExportConfig:
+    """What to export."""
+
+    run: str = ""
+    """Directory of a run."""
+    out: str = ""
+    """Folder to write; must not exist."""
+    format: Format = Format.native
+    """native (z-lab's, for vLLM and SGLang) | speculators (0.9, for vLLM)."""
+    drafter: str | None = None
+    """Native folder to export, such as a checkpoint of the run; null: the run's own export."""
+
+
+def check_mask_token(config: dict[str, Any]) -> None:
+    """Refuse a mask token that has no row, pads, starts or ends.
+
+    Raises:
+        ConfigError: names the token and the rule.
+    """
+    mask = config["dflash_config"]["mask_token_id"]
+    named = [config.get(f"{kind}_token_id") for kind in ("pad", "bos", "eos")]
+    taken = {i for value in named for i in (value if isinstance(value, list) else [value])}
+    if not 0 <= mask < config["vocab_size"] or mask in taken:
+        raise ConfigError(
+            f"mask_token_id={mask} must be a row of the target's table, 0..{config['vocab_size'] - 1}"
+            f", and none of the pad, start and end tokens {sorted(taken - {None})}"
+        )
+
+
+def export(options: ExportConfig) -> Path:
+    """Write a run's drafter and its card into `out`, checked; the folder.
+
+    Raises:
+        ConfigError: `out` exists, the run has no drafter, or it could not be loaded back.
+    """
+    if not options.run or not options.out:
+        raise ConfigError("give run=<dir> out=<dir>")
+    run, out = Path(options.run), Path(options.out)
+    if out.exists():
+        raise ConfigError(f"out={out} exists; give a new folder")
+    source = Path(options.drafter) if options.drafter else newest_drafter(run)
+    settings = parse(OmegaConf.load(run / "config.yaml"))  # type: ignore[arg-type]
+    config = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
+    shape = load_shape(source)
+    check_mask_token(config)
+    if options.format is Format.speculators:
+        found = problems(shape, load_capture_layers(source), config["num_target_layers"])
+        if found:
+            raise ConfigError("speculators' format cannot say this:\n" + "\n".join(found))
+        target = settings.target
+        architectures = read_config(target.path, target.revision, False).architectures or []
+        config = speculators_config(config, shape, target=target.path, architectures=architectures)
+    state = source / "trainer.json"
+    step = json.loads(state.read_text())["step"] if state.is_file() else settings.steps or 0
+    heldout = heldout_row(run / "metrics.jsonl", step)
+    card = model_card(settings, shape, step=step, heldout=heldout, form=options.format.value)
+    work = out.with_name(f".tmp-{out.name}")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        weights = load_file(source / WEIGHTS_FILE)
+        save_native(work, weights, config, next(iter(weights.values())).dtype)
+        (work / "README.md").write_text(card, encoding="utf-8")
+        check_export(work, source, options.format)
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return out
+
+
+def check_export(folder: Path, source: Path, form: Format) -> None:
+    """Load what was written, as its readers do.
+
+    Raises:
+        ConfigError: a reader does not take it, or gets something else than the source holds.
+    """
+    try:
+        with torch.device("meta"):  # for names and shapes
+            expected = Drafter(load_shape(source)).state_dict()
+        stored, original = (load_file(place / WEIGHTS_FILE) for place in (folder, source))
+        shapes = [{n: w.shape for n, w in ws.items()} for ws in (expected, stored)]
+        if shapes[0] != shapes[1] or any(not torch.equal(stored[n], original[n]) for n in stored):
+            raise ConfigError("weights differ in name, shape or value from the drafter's")
+        if form is Format.native and load_shape(folder) != load_shape(source):
+            raise ConfigError("its config.json describes another drafter")
+        if form is Format.speculators and not check(folder, WEIGHTS_FILE):
+            sys.stderr.write(
+                "dflash_ddp: speculators is not installed: its class has not read this\n"
+            )
+    except (ConfigError, ValueError, RuntimeError, OSError) as error:
+        raise ConfigError(f"nothing is exported, as it would not load back: {error}") from error
+
+
+def main() -> None:
+    """Parse the command line, export, say where."""
+    try:
+        out = export(command_line(ExportConfig, sys.argv[1:]))
+    except ConfigError as error:
+        sys.stderr.write(f"dflash_ddp: {error}\n")
+        raise SystemExit(2) from None
+    sys.stdout.write(f"{out}\n")
+
+
+if __name__ == "__main__":
+    main()

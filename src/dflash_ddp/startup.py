@@ -164,6 +164,7 @@ class Run:
             "batches_per_step": config.batches_per_step,
             "split.drafters": config.split.drafters,
             "drafter.num_anchors": config.drafter.num_anchors,
+            "drafter.init_from": config.drafter.init_from,
             "loss.position_weight": config.loss.position_weight.value,
             "loss.position_gamma": decay_gamma(config.loss, config.drafter.block_size),
             "loss.dpace_alpha": config.loss.dpace_alpha,

@@ -41,7 +41,7 @@ from dflash_ddp.drafter.step import (
     resolve_recompute,
 )
 from dflash_ddp.drafter.steplog import StepLog
-from dflash_ddp.export import native_config, save_native
+from dflash_ddp.export import load_weights, native_config, save_native
 from dflash_ddp.runlog import RunLog
 from dflash_ddp.schedule import Kind
 from dflash_ddp.startup import Run
@@ -96,6 +96,8 @@ class DrafterWorker:
         device = world.device
         self.model = Drafter(run.shape)
         self.model.reset_parameters(run.config.seed)
+        if run.config.drafter.init_from is not None:
+            load_weights(self.model, Path(run.config.drafter.init_from))
         self.model.to(device)
         self.optimizer = make_optimizer(self.model, run.config.optim)
         config = run.config
