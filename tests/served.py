@@ -19,7 +19,7 @@ from dflash_ddp.drafter.blocks import make_blocks, sample_anchors
 from dflash_ddp.drafter.inputs import host_inputs, to_device
 from dflash_ddp.drafter.model import Drafter
 from dflash_ddp.drafter.step import LossSettings, Tables, forward_backward
-from dflash_ddp.export import drafter_shape, native_config, save_native
+from dflash_ddp.native import drafter_shape, native_config, save_native
 from dflash_ddp.target.tables import default_capture_layers, read_spec
 
 NUM_ANCHORS, CHUNK_ROWS = 48, 336

@@ -16,7 +16,7 @@ from dflash_ddp.config import DrafterConfig
 from dflash_ddp.decode import DrafterReader, Sampler, TargetReader, decode
 from dflash_ddp.drafter.step import Tables
 from dflash_ddp.evaluate import Pair, walked
-from dflash_ddp.export import load_capture_layers, load_native
+from dflash_ddp.native import load_capture_layers, load_native
 
 MASK_TOKEN = TABLE_ROWS - 1
 assert len(SPECIAL_TOKENS) + 256 < MASK_TOKEN

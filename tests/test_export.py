@@ -14,15 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from dflash_ddp.config import ConfigError
 from dflash_ddp.drafter.model import FULL, SLIDING, DrafterShape
-from dflash_ddp.export import (
-    ExportConfig,
-    Format,
-    check_mask_token,
-    export,
-    load_native,
-    native_config,
-    save_native,
-)
+from dflash_ddp.export import ExportConfig, Format, check_mask_token, export
+from dflash_ddp.native import load_native, native_config, save_native
 from dflash_ddp.settings import parse, resolved
 from dflash_ddp.target.tables import read_spec, read_tables
 from dflash_ddp.train import CONF_DIR

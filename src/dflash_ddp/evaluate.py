@@ -30,8 +30,8 @@ from dflash_ddp.data.packing import packed_batch
 from dflash_ddp.decode import Decoded, DrafterReader, Sampler, TargetReader, decode
 from dflash_ddp.drafter.heldout import walk_batch
 from dflash_ddp.drafter.step import LossSettings, Tables
-from dflash_ddp.export import load_capture_layers, load_native, newest_drafter
 from dflash_ddp.log import setup_logging
+from dflash_ddp.native import load_capture_layers, load_native, newest_drafter
 from dflash_ddp.preflight import device_type, load_tokenizer, torch_dtype, use_cache_without_hub
 from dflash_ddp.reference import Reference
 from dflash_ddp.settings import command_line, parse

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from dflash_ddp.checkpoint import complete_checkpoints, read_state, remove_leftovers, step_folder
 from dflash_ddp.config import Config, ConfigError, Device, Dtype
 from dflash_ddp.drafter.model import Drafter, DrafterShape
-from dflash_ddp.export import CONFIG_FILE, WEIGHTS_FILE, drafter_shape, native_differences
+from dflash_ddp.native import CONFIG_FILE, WEIGHTS_FILE, drafter_shape, native_differences
 from dflash_ddp.settings import resolved
 from dflash_ddp.target.tables import (
     TargetSpec,

@@ -25,7 +25,7 @@ from dflash_ddp.data.rendering import RenderSettings
 from dflash_ddp.data.store import DocumentStore, format_report, prepare
 from dflash_ddp.drafter.blocks import decay_gamma
 from dflash_ddp.drafter.model import DrafterShape
-from dflash_ddp.export import drafter_shape
+from dflash_ddp.native import drafter_shape
 from dflash_ddp.preflight import (
     Preflight,
     claim_folder,

@@ -102,6 +102,23 @@ def test_a_run_writes_every_step_and_both_ends(one_target):
     assert (one_target / "export" / "model.safetensors").is_file()
 
 
+def test_a_run_may_start_from_the_drafter_of_another(material, one_target):
+    """Before its first step it is as good, slot by slot, as that one was at its end."""
+    start = f"drafter.init_from={one_target / 'export'}"
+    run(2, material.overrides("warm", "split=1t1d", "steps=1", "optim.lr=1e-9", start))
+    ended, started = (
+        [row for row in rows(folder) if "heldout/walk_on_text" in row][which]
+        for folder, which in ((one_target, -1), (material.output("warm"), 0))
+    )
+    for row in (ended, started):
+        del row["step"], row["tokens"]
+    assert started == ended
+    refused = run(
+        2, material.overrides("refused", "split=1t1d", "drafter.block_size=5", start), code=None
+    )
+    assert "block_size: 4 there, 5 here" in refused.output
+
+
 @pytest.mark.parametrize(
     ("num_processes", "split"),
     [(4, ["split.targets=3", "split.drafters=1"]), (1, ["split=colocated"])],

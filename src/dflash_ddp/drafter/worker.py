@@ -41,7 +41,7 @@ from dflash_ddp.drafter.step import (
     resolve_recompute,
 )
 from dflash_ddp.drafter.steplog import StepLog
-from dflash_ddp.export import load_weights, native_config, save_native
+from dflash_ddp.native import load_weights, native_config, save_native
 from dflash_ddp.runlog import RunLog
 from dflash_ddp.schedule import Kind
 from dflash_ddp.startup import Run
