@@ -44,7 +44,7 @@ SHAPE = DrafterShape(
 def run_folder(folder: Path, shape: DrafterShape = SHAPE, *overrides: str) -> Path:
     """A run that has ended, as far as an export reads it."""
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        words = ["experiment=demo", f"target.path={TARGET}", *overrides]
+        words = ["experiment=demo", "steps=480", f"target.path={TARGET}", *overrides]
         config = parse(compose("train", words))
     (folder / "export").mkdir(parents=True)
     written = native_config(shape, read_spec(str(TARGET), None), CAPTURE, torch.bfloat16)

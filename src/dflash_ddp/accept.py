@@ -16,6 +16,8 @@ import numpy as np
 
 from dflash_ddp.batch import PackedBatch
 
+CHART_WIDTH = 60  # characters of a bar that is always accepted
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -127,6 +129,17 @@ class AcceptTally:
             | {f"heldout/slot_{k}": share for k, share in enumerate(self.slot_acceptance(), 1)}
             | {f"heldout/length_{k}": share for k, share in enumerate(shares) if k}
         )
+
+    def chart(self) -> str:
+        """For people: a bar a slot, the share of target calls in which its draft was accepted."""
+        calls = self.histogram.sum()
+        accepted = self.histogram[::-1].cumsum()[::-1][2:] / max(calls, 1)
+        bars = [
+            f"  slot {k:>2}  {share:4.0%}  {'█' * round(CHART_WIDTH * share)}"
+            for k, share in enumerate(accepted, 1)
+        ]
+        title = f"drafts accepted, of {int(calls):,} target calls on held-out text"
+        return "\n".join([title, *bars])
 
     def slot_acceptance(self) -> list[float | None]:
         """For slots 1..B-1: how often the slot is accepted, given that the one before was."""

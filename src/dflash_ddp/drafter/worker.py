@@ -321,6 +321,8 @@ class DrafterWorker:
         result = AcceptTally.from_array(total.cpu().numpy())
         self.accept_lengths[step] = result.accept_length
         self.steplog.write_heldout(step, result, generated=config.data.heldout_generated)
+        if step == config.steps:
+            logger.info("%s", result.chart())
 
     def _native_config(self) -> dict:
         run = self.run
