@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from runs import SOURCE
-from served import teach
+from served import load_target, own_answer, teach
+from targets import TABLE_ROWS, build_target
 
 from dflash_ddp.accept import answer_spans
 from dflash_ddp.config import Config, ConfigError, DrafterConfig
 from dflash_ddp.data.packing import packed_batch
+from dflash_ddp.decode import TargetReader
 from dflash_ddp.evaluate import EvaluateConfig, Pair, evaluate, is_tie, run_config
 from dflash_ddp.preflight import load_tokenizer
 from dflash_ddp.settings import command_line, resolved
@@ -21,6 +23,21 @@ from dflash_ddp.startup import prepare_text
 
 DEMO = Path(__file__).resolve().parents[1] / "demo"
 UNUSED_ROW = 4120
+
+
+def documents_of(target: Path, rows: Path, cache: Path):
+    """The settings of a run on this text, and (prompt, answer) of each of its documents."""
+    config, documents = Config(), []
+    config.target.path, config.data.cache_dir = str(target), str(cache)
+    config.data.num_workers = 0
+    tokenizer = load_tokenizer(config)
+    store = prepare_text(config, tokenizer, name="heldout", path=str(rows), split="train")
+    for number in range(store.num_documents):
+        batch = packed_batch(store, np.array([number]), number)
+        (span,) = answer_spans(batch)
+        ids = batch.input_ids.tolist()
+        documents.append((ids[: span.first], ids[span.first : span.end]))
+    return config, documents
 
 
 @pytest.fixture(scope="module")
@@ -33,22 +50,7 @@ def served(tmp_path_factory):
     for row in rows[:2]:
         row["messages"][-1]["content"] = "Something that this target would never say, at length."
     (folder / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = Config()
-    config.target.path, config.data.cache_dir = str(DEMO / "target"), str(folder / "cache")
-    config.data.num_workers = 0
-    store = prepare_text(
-        config,
-        load_tokenizer(config),
-        name="heldout",
-        path=str(folder / "own.jsonl"),
-        split="train",
-    )
-    documents = []
-    for number in range(store.num_documents):
-        batch = packed_batch(store, np.array([number]), number)
-        (span,) = answer_spans(batch)
-        ids = batch.input_ids.tolist()
-        documents.append((ids[: span.first], ids[span.first : span.end]))
+    config, documents = documents_of(DEMO / "target", folder / "own.jsonl", folder / "cache")
     teach(
         DEMO / "target",
         documents,
@@ -95,6 +97,38 @@ def test_a_tie_is_where_the_target_finds_two_tokens_equally_good(gap, dtype, tie
     assert is_tie(pair, [7, 8], [3, 1, 0], [3, 2, 0]) == tie
     assert read == [7, 8, 3]
     assert not is_tie(pair, [7, 8], [3, 1], [3]), "an answer that ends early is no tie"
+
+
+def test_a_hybrid_target_is_measured_alike(tmp_path):
+    """Recurrent layers, inside a vision wrapper; answers by the target, since it wrote no text."""
+    target = build_target("qwen3_5", tmp_path / "target")
+    turns = [("user", "one two three?"), ("assistant", "four five six seven")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    _, documents = documents_of(target, tmp_path / "rows.jsonl", tmp_path / "cache")
+    reader = TargetReader(load_target(target), [1])
+    own = [(prompt, own_answer(reader, prompt, 40)) for prompt, _ in documents]
+    folder = teach(
+        target,
+        own,
+        tmp_path / "drafter",
+        config=DrafterConfig(num_layers=2, block_size=6),
+        mask_token_id=TABLE_ROWS - 1,
+        steps=40,
+    )
+    row = evaluate(
+        EvaluateConfig(
+            drafter=str(folder),
+            target=str(target),
+            data=str(tmp_path / "rows.jsonl"),
+            generate=True,
+            max_new_tokens=40,
+            decode=True,
+        )
+    )
+    assert row["lossless"] is True
+    assert row["documents"] == 1
+    assert row["accept_length_decode"] == row["accept_length_walk"] > 1.5
 
 
 def test_answers_of_others_are_kept_apart_and_never_decoded(served):

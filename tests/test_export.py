@@ -11,6 +11,7 @@ import torch
 from drafters import CPU, inputs_for, random_context, run_drafter, tiny_batch, tiny_drafter
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file, save_file
+from targets import HIDDEN, TABLE_ROWS, build_target
 
 from dflash_ddp.config import ConfigError
 from dflash_ddp.drafter.model import FULL, SLIDING, DrafterShape
@@ -21,7 +22,7 @@ from dflash_ddp.target.tables import read_spec, read_tables
 from dflash_ddp.train import CONF_DIR
 
 TARGET = Path(__file__).resolve().parents[1] / "demo" / "target"
-CAPTURE = [1, 5]
+CAPTURE = [1, 4]
 MASK_TOKEN = 4101
 SHAPE = DrafterShape(
     hidden_size=256,
@@ -41,13 +42,15 @@ SHAPE = DrafterShape(
 )
 
 
-def run_folder(folder: Path, shape: DrafterShape = SHAPE, *overrides: str) -> Path:
+def run_folder(
+    folder: Path, shape: DrafterShape = SHAPE, *overrides: str, target: Path = TARGET
+) -> Path:
     """A run that has ended, as far as an export reads it."""
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        words = ["experiment=demo", "steps=480", f"target.path={TARGET}", *overrides]
+        words = ["experiment=demo", "steps=480", f"target.path={target}", *overrides]
         config = parse(compose("train", words))
     (folder / "export").mkdir(parents=True)
-    written = native_config(shape, read_spec(str(TARGET), None), CAPTURE, torch.bfloat16)
+    written = native_config(shape, read_spec(str(target), None), CAPTURE, torch.bfloat16)
     save_native(folder / "export", tiny_drafter(shape).state_dict(), written, torch.bfloat16)
     (folder / "config.yaml").write_text(json.dumps(resolved(config)))
     rows = [
@@ -193,7 +196,7 @@ SPECULATORS_FIELDS = {
     "speculators_config.proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 7}],
     "speculators_config.verifier.name_or_path": str(TARGET),
     "speculators_config.verifier.architectures": ["Qwen3ForCausalLM"],
-    "aux_hidden_state_layer_ids": [2, 6],
+    "aux_hidden_state_layer_ids": [2, 5],
     "mask_token_id": MASK_TOKEN,
     "block_size": 8,
     "draft_vocab_size": 4160,
@@ -211,14 +214,17 @@ def test_every_field_of_speculators_is_written(speculators, path, expected):
     assert at(json.loads((speculators / "config.json").read_text()), path) == expected
 
 
-@pytest.mark.parametrize("causal", [None, False])
-def test_speculators_class_loads_it_strictly_with_equal_logits(tmp_path, causal):
+@pytest.mark.parametrize(("kind", "causal"), [("demo", None), ("demo", False), ("qwen3_5", None)])
+def test_speculators_class_loads_it_strictly_with_equal_logits(tmp_path, kind, causal):
     """Blocks in two documents, shorter than the window: its class draws the window's edge otherwise."""
     models = pytest.importorskip(
         "speculators.models.dflash", reason="pip install --no-deps speculators==0.9.0"
     )
-    shape = replace(SHAPE, is_causal=causal)
-    run = run_folder(tmp_path / "run", shape)
+    shape, target = replace(SHAPE, is_causal=causal), TARGET
+    if kind != "demo":
+        target = build_target(kind, tmp_path / "target")
+        shape = replace(shape, hidden_size=HIDDEN, mask_token_id=TABLE_ROWS - 1)
+    run = run_folder(tmp_path / "run", shape, target=target)
     out = export(ExportConfig(run=str(run), out=str(tmp_path / "out"), format=Format.speculators))
     config = models.DFlashSpeculatorConfig.from_pretrained(out)
     config.transformer_layer_config._attn_implementation = "eager"
@@ -243,8 +249,8 @@ def test_speculators_class_loads_it_strictly_with_equal_logits(tmp_path, causal)
             torch.from_numpy(batch.positions.astype(np.int64))[None],
             max_anchors=len(anchors),
         )
-    spec = read_spec(str(TARGET), None)
-    embedding, head = read_tables(str(TARGET), None, spec, torch.float32, CPU)
+    spec = read_spec(str(target), None)
+    embedding, head = read_tables(str(target), None, spec, torch.float32, CPU)
     _, inputs = inputs_for(
         batch, shape, anchors=anchors, num_anchors=len(anchors), context_length=batch.num_tokens
     )
