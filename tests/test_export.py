@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from targets import HIDDEN, TABLE_ROWS, build_target
 from dflash_ddp.config import ConfigError
 from dflash_ddp.drafter.model import FULL, SLIDING, DrafterShape
 from dflash_ddp.export import ExportConfig, Format, check_mask_token, export
-from dflash_ddp.native import load_native, native_config, save_native
+from dflash_ddp.native import WEIGHTS_FILE, load_native, native_config, save_native
 from dflash_ddp.settings import parse, resolved
 from dflash_ddp.target.tables import read_spec, read_tables
 from dflash_ddp.train import CONF_DIR
@@ -314,6 +315,25 @@ def test_a_mask_token_without_row_or_with_another_use_is_refused(native, mask):
     config["dflash_config"]["mask_token_id"] = mask
     with pytest.raises(ConfigError, match=f"mask_token_id={mask} must be a row"):
         check_mask_token(config)
+
+
+def test_the_card_knows_which_step_was_exported(tmp_path):
+    """An export that is the best checkpoint, not the last one."""
+    run = run_folder(tmp_path / "run")
+    weights = load_file(run / "export" / "model.safetensors")
+    for step in (120, 240, 480):
+        folder = run / "checkpoints" / f"step_{step:08d}"
+        shutil.copytree(run / "export", folder)
+        if step != 240:
+            save_file(
+                weights | {"norm.weight": weights["norm.weight"] + step}, folder / WEIGHTS_FILE
+            )
+    card = (export(ExportConfig(run=str(run), out=str(tmp_path / "out"))) / "README.md").read_text()
+    assert "240 optimizer steps" in card
+    assert "| accept length | not measured |" in card, "1.875 is that of step 480"
+    checkpoint = run / "checkpoints" / "step_00000480"
+    options = ExportConfig(run=str(run), drafter=str(checkpoint), out=str(tmp_path / "last"))
+    assert "480 optimizer steps" in (export(options) / "README.md").read_text()
 
 
 def test_the_card_says_for_what_from_what_how_good_and_how_to_serve(native, tmp_path):

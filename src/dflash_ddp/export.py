@@ -3,6 +3,7 @@
 python -m dflash_ddp.export run=outputs/mine out=DIR [format=native|speculators] [drafter=<checkpoint>]
 """
 
+import filecmp
 import json
 import shutil
 import sys
@@ -68,6 +69,15 @@ def check_mask_token(config: dict[str, Any]) -> None:
         )
 
 
+def step_of(run: Path, source: Path) -> int | None:
+    """The step behind a native folder's weights: that of the run's checkpoint that holds the same."""
+    for checkpoint in sorted((run / "checkpoints").glob("step_*"), reverse=True):
+        same = (source / WEIGHTS_FILE, checkpoint / WEIGHTS_FILE)
+        if same[1].is_file() and filecmp.cmp(*same, shallow=False):
+            return int(checkpoint.name.removeprefix("step_"))
+    return None
+
+
 def export(options: ExportConfig) -> Path:
     """Write a run's drafter and its card into `out`, checked; the folder.
 
@@ -91,8 +101,7 @@ def export(options: ExportConfig) -> Path:
         target = settings.target
         architectures = read_config(target.path, target.revision, False).architectures or []
         config = speculators_config(config, shape, target=target.path, architectures=architectures)
-    state = source / "trainer.json"
-    step = json.loads(state.read_text())["step"] if state.is_file() else settings.steps or 0
+    step = step_of(run, source) or settings.steps or 0
     heldout = heldout_row(run / "metrics.jsonl", step)
     card = model_card(settings, shape, step=step, heldout=heldout, form=options.format.value)
     work = out.with_name(f".tmp-{out.name}")

@@ -9,12 +9,11 @@ from dflash_ddp.drafter.model import SLIDING, DrafterShape
 
 
 def heldout_row(metrics: Path, step: int) -> dict[str, Any] | None:
-    """The evaluation at a step, or the last one before it; None without any."""
+    """What the evaluation at a step logged; None if there was none."""
     if not metrics.is_file():
         return None
     rows = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
-    found = [row for row in rows if "heldout/documents" in row and row["step"] <= step]
-    return max(found, key=lambda row: row["step"], default=None)
+    return next((r for r in rows if r["step"] == step and "heldout/documents" in r), None)
 
 
 def _accept_length(row: dict[str, Any] | None) -> str:
