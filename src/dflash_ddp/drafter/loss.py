@@ -141,7 +141,7 @@ class _LossInForward(torch.autograd.Function):
         weights_P = _weights(losses_P, rows, len(hidden_MH), dpace_alpha)
         weights_M = torch.zeros_like(grad_MH[:, 0], dtype=torch.float32)
         weights_M.index_add_(0, rows.slots_P, weights_P)
-        ctx.save_for_backward(grad_MH.mul_(weights_M[:, None].to(grad_MH.dtype)))
+        ctx.save_for_backward(grad_MH.mul_(weights_M[:, None]))  # in fp32, then rounded
         ctx.mark_non_differentiable(correct_P)
         return (losses_P * weights_P).sum(), correct_P
 
