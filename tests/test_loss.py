@@ -9,7 +9,7 @@ from drafters import inputs_for, table, tiny_batch, tiny_shape
 
 import dflash_ddp.drafter.loss as loss_module
 from dflash_ddp.config import Recompute
-from dflash_ddp.drafter.loss import Rows, dpace_factors, summed_loss
+from dflash_ddp.drafter.loss import Rows, dpace_factors, even_chunk_rows, summed_loss
 from dflash_ddp.drafter.metrics import microbatch_sums, step_metrics
 
 SHAPE = tiny_shape(block_size=6)
@@ -202,3 +202,26 @@ def test_metrics_are_ratios_of_global_sums():
     empty = step_metrics([0.0] * len(results[0]))
     assert empty.loss is None
     assert empty.accept_length is None
+
+
+def test_a_label_is_right_when_argmax_says_so_ties_included():
+    """A head whose rows come twice: every highest logit is shared by two tokens."""
+    generator = torch.Generator().manual_seed(0)
+    half = torch.randn(20, 8, generator=generator)
+    head = torch.cat([half, half])
+    hidden = torch.randn(400, 8, generator=generator)
+    labels = torch.randint(0, 40, (400,), generator=generator)
+    best = (hidden @ head.T).argmax(-1)
+    labels[:200] = (best[:200] + 20 * (torch.arange(200) % 2)) % 40  # the first and the second
+    _, correct, _ = loss_module.chunk_loss_and_grad(hidden, head, labels)
+    assert correct.tolist() == (labels == best).tolist()
+    assert 100 <= correct.sum() < 200
+
+
+@pytest.mark.parametrize(("num_slots", "most"), [(30_720, 4096), (448, 448), (5, 4096), (97, 16)])
+def test_chunks_are_even(num_slots, most):
+    rows = even_chunk_rows(num_slots, most)
+    num_chunks = -(-num_slots // rows)
+    assert rows <= most
+    assert num_chunks == -(-num_slots // most)
+    assert num_chunks * rows - num_slots < max(16 * num_chunks, most - num_slots % most)

@@ -200,7 +200,7 @@ class LossConfig:
     dpace_alpha: float = 0.5
     """Of `dpace`: added confidence, so that a hopeless slot does not void those after it; 0..1."""
     chunk_rows: int = 4096
-    """Slots whose logits exist at a time; >= 1."""
+    """Slots whose logits exist at a time, at most; >= 1. Chunks are made equal."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -69,19 +69,23 @@ def chunk_loss_and_grad(
     """One chunk: as `chunk_loss`, and each loss's gradient by its own hidden row [R, H].
 
     With p = softmax(logits): d loss / d logits = p - onehot(label). Written so that the compiler
-    reads the logits twice and writes the gradient in their place: maximum and sum in one pass, and
-    the label's logit by comparison rather than by a gather of its own.
+    reads the logits twice, with little arithmetic an element, and writes the gradient in their
+    place: the label is right if no logit beats its own (of equal ones the first wins, as argmax
+    has it), places are int32, and probabilities are products instead of quotients.
     """
     logits_RV = F.linear(hidden_RH, head_VH).float()
-    columns = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
-    is_label_RV = columns[None] == labels_R[:, None]
+    places_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device, dtype=torch.int32)
+    label_places_R1 = labels_R[:, None].int()
+    label_logits_R1 = logits_RV.gather(1, labels_R[:, None])
     highest_R1 = logits_RV.amax(-1, keepdim=True)
     sum_R1 = (logits_RV - highest_R1).exp().sum(-1, keepdim=True)
-    label_logits_R = torch.where(is_label_RV, logits_RV, 0.0).sum(-1)
-    losses_R = sum_R1.log()[:, 0] + highest_R1[:, 0] - label_logits_R
-    grad_RV = (logits_RV - highest_R1).exp() / sum_R1 - is_label_RV.float()
+    losses_R = (sum_R1.log() + highest_R1 - label_logits_R1)[:, 0]
+    ties_before_RV = (logits_RV == label_logits_R1) & (places_V < label_places_R1)
+    beaten_R = ((logits_RV > label_logits_R1) | ties_before_RV).any(-1)
+    is_label_RV = (places_V == label_places_R1).float()
+    grad_RV = (logits_RV - highest_R1).exp() * sum_R1.reciprocal() - is_label_RV
     grad_RH = grad_RV.to(hidden_RH.dtype) @ head_VH
-    return losses_R, logits_RV.argmax(-1) == labels_R, grad_RH
+    return losses_R, ~beaten_R, grad_RH
 
 
 @torch.no_grad()
@@ -104,6 +108,16 @@ def dpace_factors(losses_P: Tensor, rows: Rows, num_slots: int, alpha: float) ->
     reached_NB = (1 - by_block(shortfall_P)).cumprod(1) * by_block(supervised_P.float())
     factors_NB = reached_NB.flip(1).cumsum(1).flip(1)
     return factors_NB.reshape(-1)[rows.slots_P]
+
+
+def even_chunk_rows(num_slots: int, most: int) -> int:
+    """Rows of a chunk, at most `most`, so that `num_slots` rows fill their chunks nearly without padding.
+
+    30,720 slots in chunks of at most 4,096 rows: 8 chunks of 3,840, where 4,096 would pad a fifteenth.
+    """
+    num_chunks = -(-num_slots // most)
+    rows = -(-num_slots // num_chunks)
+    return min(most, -(-rows // 16) * 16)
 
 
 class ChunkFunctions(NamedTuple):
@@ -141,7 +155,7 @@ class _LossInForward(torch.autograd.Function):
         weights_P = _weights(losses_P, rows, len(hidden_MH), dpace_alpha)
         weights_M = torch.zeros_like(grad_MH[:, 0], dtype=torch.float32)
         weights_M.index_add_(0, rows.slots_P, weights_P)
-        ctx.save_for_backward(grad_MH.mul_(weights_M[:, None]))  # in fp32, then rounded
+        ctx.save_for_backward(grad_MH.mul_(weights_M[:, None]))  # in fp32, rounded once
         ctx.mark_non_differentiable(correct_P)
         return (losses_P * weights_P).sum(), correct_P
 
