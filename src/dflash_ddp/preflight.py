@@ -17,7 +17,13 @@ from huggingface_hub import constants as hub_constants
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from dflash_ddp.checkpoint import complete_checkpoints, read_state, remove_leftovers, step_folder
+from dflash_ddp.checkpoint import (
+    complete_checkpoints,
+    first_whole,
+    read_state,
+    remove_leftovers,
+    step_folder,
+)
 from dflash_ddp.config import Config, ConfigError, Device, Dtype
 from dflash_ddp.drafter.model import Drafter, DrafterShape
 from dflash_ddp.native import CONFIG_FILE, WEIGHTS_FILE, drafter_shape, native_differences
@@ -29,6 +35,7 @@ from dflash_ddp.target.tables import (
     default_capture_layers,
     read_spec,
 )
+from dflash_ddp.upload import check_address
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +132,8 @@ def preflight(config: Config) -> Preflight:
         raise
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
+    if config.checkpoint.upload is not None:
+        check_address(config.checkpoint.upload)
     folder = Path(config.output_dir)
     checkpoint = _find_checkpoint(config, folder)
     if checkpoint is None:
@@ -168,8 +177,7 @@ def _find_checkpoint(config: Config, folder: Path) -> Path | None:
     if config.resume == "auto":
         if checkpoints.is_dir():
             remove_leftovers(checkpoints)
-        found = complete_checkpoints(checkpoints)
-        return found[-1] if found else None
+        return first_whole(complete_checkpoints(checkpoints)[::-1])
     given = Path(config.resume)
     newer = [
         p
