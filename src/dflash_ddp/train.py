@@ -139,11 +139,14 @@ def run_rank(config: Config) -> None:
         from dflash_ddp.preflight import device_type
         from dflash_ddp.startup import prepare_run
         from dflash_ddp.stopping import listen
-        from dflash_ddp.world import JobStore, close_world, init_world
+        from dflash_ddp.world import JobStore, close_world, init_world, set_gpu_variables
 
         store = JobStore(launch)
         control = Control(store, launch, topology, heartbeat_timeout_s=config.heartbeat_timeout_s)
         handler.publish = partial(end_job, control)
+        device = device_type(config.device)
+        if device == "cuda":
+            set_gpu_variables(launch, share_gpu=config.split.share_gpu)
         run = prepare_run(config, launch, control)
         control.failure_folder = run.folder
         listen(control)
@@ -152,7 +155,7 @@ def run_rank(config: Config) -> None:
             topology,
             launch,
             store,
-            device_type=device_type(config.device),
+            device_type=device,
             share_gpu=config.split.share_gpu,
             lane_ctas=config.split.lane_ctas,
         )
