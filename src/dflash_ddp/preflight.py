@@ -153,11 +153,11 @@ def _find_checkpoint(config: Config, folder: Path) -> Path | None:
     return given
 
 
-def claim_folder(config: Config, reports: dict[str, dict[str, Any]]) -> None:
+def claim_folder(config: Config, data_report: dict[str, Any]) -> None:
     """Take the run's folder, once all is checked: a run that is refused has changed nothing in it.
 
     With resume=none an earlier run is moved aside, never mixed. Writes config.yaml (every setting
-    as resolved), env.json (with what this ran) and the data reports.
+    as resolved), env.json (with what this ran) and data_report.json.
     """
     folder = Path(config.output_dir)
     if config.resume == "none" and (folder / "config.yaml").exists():
@@ -166,9 +166,8 @@ def claim_folder(config: Config, reports: dict[str, dict[str, Any]]) -> None:
         shutil.move(folder, aside)
         logger.info("resume=none: the earlier run is now in %s", aside)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, report in reports.items():
-        file = folder / f"data_report_{name}.json"
-        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(data_report, indent=2) + "\n"
+    (folder / "data_report.json").write_text(text, encoding="utf-8")
     text = yaml.safe_dump(resolved(config), sort_keys=False)
     (folder / "config.yaml").write_text(text, encoding="utf-8")
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
