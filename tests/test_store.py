@@ -196,7 +196,7 @@ def test_text_that_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch):
         for number, raw in enumerate(real(sources)):
             if number == 40:
                 with path.open("ab") as file:
-                    file.write(json.dumps(row("late")).encode())
+                    file.write(b"\n" + json.dumps(row("late")).encode())
             yield raw
 
     monkeypatch.setattr(store_module, "raw_rows", appended)
