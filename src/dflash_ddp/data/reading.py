@@ -243,7 +243,7 @@ def parse_row(raw: bytes | dict[str, Any] | Rejected) -> Conversation:
 
 def _json_object(line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8").strip())
         if rb"\ud" in line.lower():
             json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:

@@ -79,7 +79,7 @@ def length_bins(lengths: np.ndarray, max_length: int) -> list[list[int]]:
 def format_report(report: dict[str, Any]) -> str:
     """The report as a few lines for people."""
     share = report["num_supervised_tokens"] / max(report["num_tokens"], 1)
-    bins = [f"<={edge}: {count}" for edge, count in report["lengths"]]
+    bins = [f"<={edge}: {count}" for edge, count in report["lengths"] if count]
     lines = [
         f"rows: {report['num_rows']} read, {report['num_rows_kept']} kept; "
         f"thinking: {_MODES[report['enable_thinking']]}",
