@@ -1,7 +1,12 @@
 """No credential in what is printed or written; what is none stays as it is."""
 
-import pytest
+import ast
+import logging
 
+import pytest
+from test_layering import FILES, PACKAGE, imported
+
+from dflash_ddp.log import setup_logging
 from dflash_ddp.redaction import redact
 
 SECRETS = {
@@ -46,3 +51,39 @@ def test_values_of_the_environment_are_hidden_wherever_they_stand(monkeypatch):
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "/var/run/secrets-of-aws")
     text = "got 0123456789abcdef0123456789abcdef01234567/not-of-any-shape false /var/run/secrets-of-aws"
     assert redact(text) == "got ***/*** false /var/run/secrets-of-aws"
+
+
+def test_log_lines_and_their_tracebacks_are_without_credentials(monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_API_KEY", "of-no-known-shape")
+    level = logging.getLogger("dflash_ddp").level
+    root = logging.getLogger()
+    handlers = root.handlers[:], root.level
+    setup_logging(rank=0, role="target", verbose=True)
+    try:
+        raise OSError("cannot open s3://me:hunter2@bucket with of-no-known-shape")
+    except OSError:
+        logging.getLogger("dflash_ddp.x").exception("at %s", "of-no-known-shape")
+    root.handlers[:], root.level = handlers
+    logging.getLogger("dflash_ddp").setLevel(level)
+    written = capsys.readouterr().err
+    assert "at ***" in written
+    assert "OSError: cannot open s3://***@bucket with ***" in written
+    assert "hunter2" not in written
+
+
+FORBIDDEN = {"pickle", "dill", "joblib", "shelve", "marshal"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_file_of_others_is_unpickled(file):
+    """Weights are safetensors, everything else JSON, arrays and YAML without objects."""
+    assert not {name.split(".")[0] for name in imported(file)} & FORBIDDEN
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            keywords = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            assert called != "torch.load" or keywords.get("weights_only") == "True"
+            assert called not in ("eval", "exec", "yaml.load", "yaml.unsafe_load")
+            assert keywords.get("allow_pickle", "False") == "False"
+            if called == "AutoModel.from_pretrained":
+                assert keywords["use_safetensors"] == "True"

@@ -71,8 +71,7 @@ def start_wandb(folder: Path, config: Config) -> Any:
             mode=config.logging.wandb.value,
             config=resolved(config),
             resume="allow" if config.logging.wandb is Wandb.online else None,
-            # A git remote's address may hold a token, and uncommitted changes anything.
-            settings=wandb.Settings(console="off", silent=True, disable_git=True),
+            settings=wandb.Settings(console="off", silent=True),
         )
     except (wandb.errors.Error, OSError) as error:
         logger.warning("wandb does not start, metrics.jsonl has all rows: %s", error)
