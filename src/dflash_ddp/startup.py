@@ -169,6 +169,7 @@ class Run:
             "target.capture_layers": self.found.capture_layers,
             "data.path": config.data.path,
             "data.max_length": config.data.max_length,
+            "data.enable_thinking": config.data.enable_thinking,
             "data": self.text.fingerprint,
         }
 

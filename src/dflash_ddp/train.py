@@ -130,6 +130,7 @@ def run_rank(config: Config) -> None:
     from dflash_ddp.log import exit_on_error, setup_logging
     from dflash_ddp.world import plan_topology, read_launch
 
+    sys.stdin = io.StringIO()  # no library may ask a question that holds up all ranks
     launch = read_launch()
     try:
         topology = plan_topology(
