@@ -19,6 +19,7 @@ from test_reading import GOOD, tool_rows
 from test_store import make_tokenizer, settings
 
 from dflash_ddp.data.reading import Rejected, open_sources, parse_row, raw_rows
+from dflash_ddp.data.store import DocumentStore, prepare
 from dflash_ddp.data.tokenising import tokenised_rows
 
 ROUNDS = int(os.environ.get("DFLASH_FUZZ_ROUNDS", "1"))
@@ -120,6 +121,27 @@ def test_wounded_files(tmp_path, suffix):
     assert found["rows" if suffix == "jsonl" else "message"] > MUTANTS // 4, found
 
 
+def test_wounded_documents_in_the_cache(tmp_path):
+    """Each file of a store in turn: it opens, with as many tokens as lengths, or says what to do."""
+    store = prepare_rows(tmp_path)
+    wounds, said = 0, set()
+    for name in ("report.json", "offsets.bin", "tokens.bin", "loss_mask.bin"):
+        valid = (store / name).read_bytes()
+        for seed in range(60 * ROUNDS):
+            (store / name).write_bytes(mutant(valid, random.Random(seed)))
+            try:
+                opened = DocumentStore(store)
+            except ValueError as error:
+                said.add(str(error).partition(" is damaged: ")[0])
+                wounds += 1
+                continue
+            assert opened.lengths.sum() == opened.num_tokens
+            assert [len(opened.document(n)[0]) for n in range(opened.num_documents)]
+        (store / name).write_bytes(valid)
+    assert wounds > 60
+    assert said == {str(store)}
+
+
 def value(rng: random.Random, depth: int = 0) -> object:
     """Any JSON value, with a liking for the words that rows are made of."""
     words = ["user", "assistant", "system", "tool", "a b", "", "<|im_end|>", "\x00", "\u2028"]
@@ -152,6 +174,12 @@ CALLS = (
     "{% for m in messages if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.name + 'x' }}"
 )
 CALLS += "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}{{ tools | tojson }}"
+
+
+def prepare_rows(folder: Path) -> Path:
+    (folder / "rows.jsonl").write_bytes(LINES)
+    options = {"settings": settings(64), "cache_dir": folder / "cache", "max_bad_share": 1.0}
+    return prepare(str(folder / "rows.jsonl"), make_tokenizer(), **options).path
 
 
 def test_rows_of_wrong_types_reach_documents_or_a_reason(tmp_path):

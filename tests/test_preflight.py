@@ -52,6 +52,12 @@ def test_dense_attention_beyond_its_limit_is_found_before_the_target_is_read(tmp
     assert "lower drafter.num_anchors" in text
 
 
+def test_documents_longer_than_the_target_can_place_are_refused(target):
+    preflight(settings(target, "data.max_length=512"))
+    text = refusal(settings(target, "data.max_length=513"))
+    assert "data.max_length=513 must not exceed the target's max_position_embeddings=512" in text
+
+
 def edit(file: Path, **changes: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 

@@ -192,6 +192,18 @@ def tool_rows():
     return rows
 
 
+def test_an_argument_may_be_text_in_one_row_and_a_number_in_another(tmp_path):
+    rows = []
+    for value in ("2025", 1690, [1], None, {"a": 1}):
+        call = {"function": {"name": "f", "arguments": {"t": value}}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        rows.append({"messages": [{"role": "user", "content": "q"}, turn]})
+    found = read(write_lines(tmp_path / "a.jsonl", *(json.dumps(row).encode() for row in rows)))
+    calls = [row.messages[1]["tool_calls"][0]["function"] for _, row in found]
+    values = [call["arguments"].get("t") for call in calls]
+    assert values == ["2025", 1690, [1], None, {"a": 1}]
+
+
 def test_parquet_gives_what_json_lines_give(tmp_path):
     lines = write_lines(tmp_path / "a.jsonl", *(json.dumps(row).encode() for row in tool_rows()))
     parquet = write_parquet(tmp_path / "a.parquet", tool_rows())

@@ -296,7 +296,7 @@ def test_workers_change_nothing(tmp_path):
     path = write(tmp_path / "a.jsonl", *rows)  # more rows than are in flight at once
     one = make(path, cache_dir=tmp_path / "one", num_workers=1)
     two = make(path, cache_dir=tmp_path / "two", num_workers=2)
-    for name in ("tokens.bin", "loss_mask.bin", "offsets.npy", "origins.txt", "report.json"):
+    for name in ("tokens.bin", "loss_mask.bin", "offsets.bin", "origins.txt", "report.json"):
         assert (one.path / name).read_bytes() == (two.path / name).read_bytes()
 
 

@@ -117,6 +117,11 @@ def preflight(config: Config) -> Preflight:
             config.target.path, config.target.revision, config.target.trust_remote_code
         )
         check_files(config.target.path, spec)
+        if config.data.max_length > spec.max_position_embeddings:
+            raise ConfigError(
+                f"data.max_length={config.data.max_length} must not exceed the target's "
+                f"max_position_embeddings={spec.max_position_embeddings}: it knows no later places"
+            )
         layers = config.target.capture_layers or default_capture_layers(
             spec.num_layers, config.drafter.num_layers
         )

@@ -5,7 +5,7 @@ decides its content, so that a change of data, template, tokenizer or length nev
 
     tokens.bin      int32  [num_tokens]           all documents end to end
     loss_mask.bin   uint8  [num_tokens]           1 on tokens that the target would generate
-    offsets.npy     int64  [num_documents + 1]    where each document starts
+    offsets.bin     int64  [num_documents + 1]    where each document starts
     origins.txt     a line a document             where it comes from, `file:line` or `name[row]`
     report.json                                   counts, settings, what was left out and why
 
@@ -63,18 +63,30 @@ class DocumentStore:
         report = self.path / "report.json"
         if not report.is_file():
             raise ValueError(f"{self.path} holds no tokenised documents (no report.json)")
-        self.report: dict[str, Any] = json.loads(report.read_text())
-        self.fingerprint: str = self.report["fingerprint"]
-        self._offsets: np.ndarray = np.load(self.path / "offsets.npy")
-        self._ids = np.asarray(np.memmap(self.path / "tokens.bin", dtype="<i4", mode="r"))
-        self._loss_mask = np.asarray(np.memmap(self.path / "loss_mask.bin", dtype=bool, mode="r"))
-        self.lengths = np.diff(self._offsets).astype(np.int32)
-        sizes = {len(self._ids), len(self._loss_mask), int(self._offsets[-1])}
-        if self.report["format"] != FORMAT or len(sizes) > 1:
+        try:
+            self.report: dict[str, Any] = json.loads(report.read_text())
+            self.fingerprint: str = self.report["fingerprint"]
+            self._offsets = np.fromfile(self.path / "offsets.bin", dtype="<i8")
+            self._ids = np.asarray(np.memmap(self.path / "tokens.bin", dtype="<i4", mode="r"))
+            mask = np.memmap(self.path / "loss_mask.bin", dtype=bool, mode="r")
+            self._loss_mask = np.asarray(mask)
+            lengths = np.diff(self._offsets)
+            self.lengths = lengths.astype(np.int32)
+            sizes = {
+                len(self._ids),
+                len(self._loss_mask),
+                int(self._offsets[-1]),
+                int(lengths.sum()),
+            }
+            if self.report["format"] != FORMAT or len(sizes) > 1 or lengths.min() < 1:
+                raise ValueError(
+                    f"format {self.report['format']} must be {FORMAT}, and the numbers of tokens "
+                    f"in its files must agree: {sizes}"
+                )
+        except (ValueError, OSError, LookupError, TypeError, RecursionError) as error:
             raise ValueError(
-                f"{self.path}: format {self.report['format']} must be {FORMAT}, and the numbers of "
-                f"tokens in its files must agree: {sizes}; delete it to tokenise again"
-            )
+                f"{self.path} is damaged: {error}; delete it, and the text is tokenised again"
+            ) from error
 
     @property
     def num_documents(self) -> int:
@@ -244,8 +256,8 @@ def _write_rows(
             count_row(report, place, documents, rejected)
             if report["num_rows"] % _LOG_EVERY_ROWS == 0:
                 logger.info("tokenised %d rows", report["num_rows"])
-    starts = np.array(offsets, dtype=np.int64)
-    np.save(partial / "offsets.npy", starts)
+    starts = np.array(offsets, dtype="<i8")
+    starts.tofile(partial / "offsets.bin")
     report["lengths"] = length_bins(np.diff(starts), report["max_length"])
 
 
