@@ -24,7 +24,8 @@ from dflash_ddp.checkpoint import (
     read_state,
     save_checkpoint,
 )
-from dflash_ddp.compiling import require_compiler, use_cache
+from dflash_ddp.compiling import compile_now, require_compiler
+from dflash_ddp.config import Recompute
 from dflash_ddp.control import Control
 from dflash_ddp.drafter.blocks import make_blocks, sample_anchors
 from dflash_ddp.drafter.heldout import tally_batch
@@ -36,13 +37,14 @@ from dflash_ddp.drafter.step import (
     LossSettings,
     Tables,
     compile_step,
+    forward,
     forward_backward,
     resolve_recompute,
 )
 from dflash_ddp.drafter.steplog import StepLog
 from dflash_ddp.export import native_config, save_native
 from dflash_ddp.runlog import RunLog
-from dflash_ddp.schedule import Kind
+from dflash_ddp.schedule import Kind, StreamItem
 from dflash_ddp.startup import Run
 from dflash_ddp.target.tables import random_tables, read_tables
 from dflash_ddp.world import World
@@ -130,9 +132,26 @@ class DrafterWorker:
             require_compiler()  # attention is compiled there even if nothing else is
         if not (cuda if config.drafter.compile is None else config.drafter.compile):
             return LossSettings(config.loss.chunk_rows, recompute)
-        warm = use_cache()
-        logger.info("compiled code: %s", "found in the cache" if warm else "cache is empty")
-        return compile_step(self.model, chunk_rows=config.loss.chunk_rows, recompute=recompute)
+        self.loss = compile_step(self.model, chunk_rows=config.loss.chunk_rows, recompute=recompute)
+        graphs = f"{self.run.shape} {self.run.drafter_dtype} {config.tokens_per_batch} "
+        graphs += f"{config.drafter.num_anchors} {len(self.tables.head_VH)} {self.loss[:2]}"
+        compile_now("the drafter", graphs, self._step_once)
+        return self.loss
+
+    def _step_once(self) -> None:
+        """Forward with and without gradients, and backward, as training and evaluation run them."""
+        run, device = self.run, self.world.device
+        host = self._host_inputs(run.load(StreamItem(0, Kind.TRAIN, 0, 0, 0)))
+        inputs = to_device(host, run.shape, device)
+        size = (run.config.tokens_per_batch, run.feature_width)
+        features_SC = torch.zeros(size, dtype=run.drafter_dtype, device=device)
+        scale = torch.ones((), device=device)
+        forward_backward(self.model, self.tables, features_SC, inputs, scale=scale, loss=self.loss)
+        self.model.zero_grad(set_to_none=True)
+        if run.heldout is not None:
+            with torch.no_grad():
+                evaluated = self.loss._replace(recompute=Recompute.none)
+                forward(self.model, self.tables, features_SC, inputs, loss=evaluated)
 
     def _data_parallel(self) -> nn.Module:
         if self.num_drafters == 1:
