@@ -153,6 +153,14 @@ def test_right_words_are_left_to_hydra():
     assert override_problems(words.split()) == []
 
 
+@pytest.mark.parametrize(
+    "path", ["/d/run=1/a,b (2).jsonl", "/d/[x]/{y}.jsonl", "/donn\u00e9es/\u6771.jsonl"]
+)
+def test_a_quoted_path_may_hold_any_sign(path):
+    assert load(f'data.path="{path}"').data.path == path
+    assert override_problems([f'data.path="{path}"']) == []
+
+
 def test_a_job_of_a_sweep_has_one_short_plain_folder_of_its_own():
     assert sweep_folder("optim.lr=0.0003,split=5t3d") == "optim.lr=0.0003,split=5t3d"
     overrides = [
@@ -162,7 +170,7 @@ def test_a_job_of_a_sweep_has_one_short_plain_folder_of_its_own():
     names = [sweep_folder(text) for text in overrides]
     assert len(set(names)) == len(names)
     for name in names:
-        assert re.fullmatch(r"[\w.,=+-]{0,100}", name, re.ASCII)
+        assert re.fullmatch(r"[\w.,=+-]{0,80}", name, re.ASCII)
 
 
 SWEEP = """

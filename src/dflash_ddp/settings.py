@@ -207,12 +207,12 @@ def override_problems(overrides: list[str]) -> list[str]:
 
 
 def sweep_folder(overrides: str) -> str:
-    """A job's overrides as one folder's name: no separators, at most 100 bytes, and distinct."""
+    """A job's overrides as one folder's name: no separators, at most 80 bytes, and distinct."""
     plain = re.sub(r"[^\w.,=+-]", "_", overrides, flags=re.ASCII)
-    if plain == overrides and len(plain) <= 100:
+    if plain == overrides and len(plain) <= 80:
         return plain
     digest = hashlib.blake2b(overrides.encode(), digest_size=4).hexdigest()
-    return f"{plain[:90]}-{digest}"
+    return f"{plain[:70]}-{digest}"
 
 
 def resolved(config: Config) -> dict[str, Any]:
