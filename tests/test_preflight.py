@@ -12,7 +12,8 @@ from test_config import load
 
 from dflash_ddp.checkpoint import STATE_FILE
 from dflash_ddp.config import Config, ConfigError
-from dflash_ddp.preflight import claim_folder, hold_folder, preflight
+from dflash_ddp.folder import claim_folder, hold_folder
+from dflash_ddp.preflight import preflight
 
 FORK = multiprocessing.get_context("fork")
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dflash_ddp.config import ConfigError
-from dflash_ddp.export import save_native
+from dflash_ddp.native import save_native
 
 STATE_FILE, TENSORS_FILE = "trainer.json", "trainer.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")

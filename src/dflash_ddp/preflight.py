@@ -1,30 +1,27 @@
 """What rank 0 checks before anything slow: target, drafter, tokenizer and output folder, without loading weights."""
 
-import fcntl
-import json
 import logging
 import os
-import shutil
 import socket
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 import torch
-import yaml
 from huggingface_hub import constants as hub_constants
+from safetensors import safe_open
 from transformers import AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_ddp.checkpoint import complete_checkpoints, read_state, remove_leftovers, step_folder
 from dflash_ddp.config import Config, ConfigError, Device, Dtype, TargetConfig
 from dflash_ddp.drafter.attention import check_dense_size
-from dflash_ddp.export import drafter_shape
-from dflash_ddp.redaction import redact
-from dflash_ddp.settings import resolved
+from dflash_ddp.drafter.model import Drafter, DrafterShape
+from dflash_ddp.folder import check_links, hold_folder
+from dflash_ddp.native import CONFIG_FILE, WEIGHTS_FILE, drafter_shape, native_differences
 from dflash_ddp.target.tables import (
+    TargetSpec,
     check_capture_layers,
     check_files,
     choose_mask_token,
@@ -129,9 +126,11 @@ def preflight(config: Config) -> Preflight:
         mask_token_id = choose_mask_token(
             spec, load_tokenizer(config), config.drafter.mask_token_id
         )
-        drafter_shape(
+        shape = drafter_shape(
             config.drafter, spec, num_capture_layers=len(layers), mask_token_id=mask_token_id
         )
+        if config.drafter.init_from is not None:
+            check_start(Path(config.drafter.init_from), shape, spec, layers)
     except ConfigError:
         raise
     except (ValueError, OSError) as error:
@@ -167,39 +166,30 @@ def _with_our_key(error: Exception) -> str:
     return text
 
 
-def check_links(folder: Path) -> None:
-    """ConfigError if what the run would write goes elsewhere, by a link inside its folder."""
-    place = folder.resolve()
-    for entry in [*folder.iterdir(), *folder.glob("checkpoints/*")]:
-        if entry.is_symlink() and not entry.resolve().is_relative_to(place):
-            raise ConfigError(
-                f"{entry} is a link to {entry.resolve()}, outside of output_dir={folder}, where "
-                "all of the run is written; give output_dir itself the place that you want"
-            )
-
-
-_held: set[int] = set()  # inodes; their locks end with the process
-
-
-def hold_folder(folder: Path) -> None:
-    """Keep other runs out of a folder as long as this process lives.
+def check_start(
+    folder: Path, shape: DrafterShape, spec: TargetSpec, capture_layers: list[int]
+) -> None:
+    """Refuse weights to start from that are another drafter's.
 
     Raises:
-        ConfigError: a run has it.
+        ConfigError: names every difference in shape, meaning and tensors.
     """
-    if folder.stat().st_ino in _held:
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _held.add(folder.stat().st_ino)
-    except BlockingIOError:
-        os.close(descriptor)
+    if not all((folder / name).is_file() for name in (CONFIG_FILE, WEIGHTS_FILE)):
         raise ConfigError(
-            f"output_dir={folder} is in use by another run; give this one another name"
-        ) from None
-    except OSError as error:  # some network file systems lock no folders
-        logger.warning("%s cannot be locked (%s): start no second run in it", folder, error)
+            f"drafter.init_from={folder} is no native drafter: it needs {CONFIG_FILE} and "
+            f"{WEIGHTS_FILE}. Download a published one into a folder first"
+        )
+    found = native_differences(folder, shape, spec, capture_layers)
+    with torch.device("meta"):
+        wanted = {name: list(w.shape) for name, w in Drafter(shape).state_dict().items()}
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        stored = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    for name in sorted(wanted.keys() | stored.keys()):
+        if wanted.get(name) != stored.get(name):
+            found.append(f"{name}: {stored.get(name)} there, {wanted.get(name)} here")
+    if found:
+        lines = "\n  ".join(found)
+        raise ConfigError(f"drafter.init_from={folder} is another drafter:\n  {lines}")
 
 
 def _find_checkpoint(config: Config, folder: Path) -> Path | None:
@@ -230,29 +220,3 @@ def _find_checkpoint(config: Config, folder: Path) -> Path | None:
             "the run another name, or delete the newer checkpoints"
         )
     return given
-
-
-def claim_folder(config: Config, data_report: dict[str, Any]) -> None:
-    """Take the run's folder, once all is checked: a run that is refused has changed nothing in it.
-
-    With resume=none an earlier run is moved aside, never mixed. Writes config.yaml (every setting
-    as resolved), env.json (with what this ran) and data_report.json.
-    """
-    folder = Path(config.output_dir)
-    if folder.is_dir():
-        hold_folder(folder)
-    if config.resume == "none" and (folder / "config.yaml").exists():
-        names = (folder.with_name(f"{folder.name}.{n}") for n in range(1, 10_000))
-        aside = next(name for name in names if not name.exists())
-        shutil.move(folder, aside)
-        logger.info("resume=none: the earlier run is now in %s", aside)
-    folder.mkdir(parents=True, exist_ok=True)
-    hold_folder(folder)
-    text = json.dumps(data_report, indent=2) + "\n"
-    (folder / "data_report.json").write_text(text, encoding="utf-8")
-    text = yaml.safe_dump(resolved(config), sort_keys=False)
-    (folder / "config.yaml").write_text(text, encoding="utf-8")
-    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-    argv = [redact(word) for word in sys.argv]
-    environment = {"argv": argv, "python": sys.version, "torch": torch.__version__, "gpu": gpu}
-    (folder / "env.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")

@@ -86,6 +86,7 @@ def console_line(row: dict[str, Any], steps: int | None) -> str:
         ("train/accuracy", "accuracy {:.3f}"),
         ("train/accept_length", "accept {:.2f}"),
         ("heldout/accept_length", "held-out accept {:.3f}"),
+        ("heldout/walk_on_text", "held-out walk on text {:.3f}"),
         ("speed/tokens_per_s", "{:,.0f} tokens/s"),
         ("wait/target", "targets wait {:.2f} s"),
         ("wait/drafter", "drafters wait {:.2f} s"),

@@ -12,13 +12,15 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_ddp.config import TILE, Config, ConfigError
 from dflash_ddp.redaction import redact
+
+Options = TypeVar("Options")
 
 # (key, test, rule in words); a value of None passes, its meaning is "chosen for you".
 _AT_LEAST_ONE = (
@@ -33,7 +35,7 @@ _AT_LEAST_ZERO = (
     "optim.weight_decay eval.every checkpoint.every"
 ).split()
 _POSITIVE = "heartbeat_timeout_s optim.lr optim.eps optim.max_grad_norm loss.position_gamma".split()
-_SHARES = "data.max_bad_share optim.warmup_share optim.min_lr_share".split()
+_SHARES = "data.max_bad_share optim.warmup_share optim.min_lr_share loss.dpace_alpha".split()
 _DECAYS = "optim.beta1 optim.beta2".split()
 
 
@@ -111,7 +113,13 @@ def _place_problems(config: Config) -> list[str]:
             "which holds the working directory"
         )
     if config.resume == "none":
-        for key in ("data.cache_dir", "data.path", "data.heldout", "target.path"):
+        for key in (
+            "data.cache_dir",
+            "data.path",
+            "data.heldout",
+            "target.path",
+            "drafter.init_from",
+        ):
             value = lookup(config, key)
             if value is not None and Path(value).resolve().is_relative_to(folder):
                 found.append(
@@ -152,6 +160,29 @@ def parse(tree: DictConfig) -> Config:
     if found:
         raise ConfigError("\n".join(found))
     return config
+
+
+def command_line(schema: type[Options], arguments: list[str]) -> Options:
+    """`key=value` arguments of a small command -> an instance of its dataclass.
+
+    Raises:
+        ConfigError: an argument without value, an unknown key, or a wrong type.
+    """
+    if bare := [argument for argument in arguments if "=" not in argument]:
+        raise ConfigError(
+            f"{bare[0]}: arguments are key=value; keys: {', '.join(setting_keys(schema))}"
+        )
+    given = OmegaConf.from_dotlist(arguments)
+    plain = cast(dict[str, Any], OmegaConf.to_container(given))
+    if unknown := _unknown_keys(plain, schema, prefix=""):
+        raise ConfigError("\n".join(unknown))
+    try:
+        return cast(
+            Options, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), given))
+        )
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "?"
+        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
 
 
 def setting_keys(schema: Any) -> Iterator[str]:

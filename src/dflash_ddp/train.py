@@ -218,14 +218,15 @@ def play_roles(run: "Run", world: "World", control: "Control") -> str | None:
     summary = worker.train()
     if worker.log is not None:
         worker.log.close()
-    return summary_text(summary)
+    return summary_text(summary, generated=run.config.data.heldout_generated)
 
 
-def summary_text(summary: "Summary") -> str:
-    """`key=value` pairs in one line."""
-    pairs = summary._asdict()
+def summary_text(summary: "Summary", *, generated: bool) -> str:
+    """`key=value` pairs in one line; a walk over text that the target did not write is named so."""
+    name = "accept_length" if generated else "walk_on_text"
     shown = {
-        key: f"{value:.4f}" if isinstance(value, float) else value for key, value in pairs.items()
+        key.replace("accept_length", name): f"{value:.4f}" if isinstance(value, float) else value
+        for key, value in summary._asdict().items()
     }
     return " ".join(f"{key}={value}" for key, value in shown.items())
 

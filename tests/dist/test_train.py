@@ -51,6 +51,7 @@ class Material:
             *("target=demo", f"target.path={self.folder / 'target'}", "data=demo"),
             *(f"data.path={self.folder / 'train.jsonl'}", f"data.cache_dir={self.cache}"),
             *(f"data.heldout={self.folder / 'heldout.jsonl'}", "data.max_length=256"),
+            "data.heldout_generated=false",
             *(f"output_dir={self.output(name)}", *SMALL, *more),
         ]
 
@@ -94,11 +95,28 @@ def one_target(material) -> Path:
 
 def test_a_run_writes_every_step_and_both_ends(one_target):
     trained = [row for row in rows(one_target) if "train/loss" in row]
-    measured = [row["step"] for row in rows(one_target) if "heldout/accept_length" in row]
+    measured = [row["step"] for row in rows(one_target) if "heldout/walk_on_text" in row]
     assert [row["step"] for row in trained] == [1, 2, 3, 4, 5, 6]
     assert measured == [0, 3, 6]
     assert trained[-1]["train/loss"] < trained[0]["train/loss"]
     assert (one_target / "export" / "model.safetensors").is_file()
+
+
+def test_a_run_may_start_from_the_drafter_of_another(material, one_target):
+    """Before its first step it is as good, slot by slot, as that one was at its end."""
+    start = f"drafter.init_from={one_target / 'export'}"
+    run(2, material.overrides("warm", "split=1t1d", "steps=1", "optim.lr=1e-9", start))
+    ended, started = (
+        [row for row in rows(folder) if "heldout/walk_on_text" in row][which]
+        for folder, which in ((one_target, -1), (material.output("warm"), 0))
+    )
+    for row in (ended, started):
+        del row["step"], row["tokens"]
+    assert started == ended
+    refused = run(
+        2, material.overrides("refused", "split=1t1d", "drafter.block_size=5", start), code=None
+    )
+    assert "block_size: 4 there, 5 here" in refused.output
 
 
 @pytest.mark.parametrize(
