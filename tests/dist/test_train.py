@@ -183,12 +183,6 @@ def test_resume_is_bit_exact_also_with_other_targets(material, one_target):
     assert_same_run(copy, one_target)
 
 
-def test_resume_of_two_drafters_is_bit_exact_between_rows(uneven, two_drafters):
-    copy = forget_after(two_drafters, 3, uneven.output("1t2d resumed"))
-    run(3, uneven.overrides(copy.name, "split.targets=1", "split.drafters=2", "logging.every=2"))
-    assert_same_run(copy, two_drafters)
-
-
 REFUSED = {
     "changed": (
         ["seed=1", "drafter.block_size=5"],
