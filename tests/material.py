@@ -33,6 +33,7 @@ class Material:
             *("target=demo", f"target.path={self.folder / 'target'}", "data=demo"),
             *(f"data.path={self.folder / 'train.jsonl'}", f"data.cache_dir={self.cache}"),
             *(f"data.heldout={self.folder / 'heldout.jsonl'}", "data.max_length=256"),
+            "data.heldout_generated=false",
             *(f"output_dir={self.output(name)}", *SMALL, *more),
         ]
 

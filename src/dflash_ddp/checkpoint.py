@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dflash_ddp.config import ConfigError
-from dflash_ddp.export import WEIGHTS_FILE, save_native
+from dflash_ddp.native import WEIGHTS_FILE, save_native
 
 logger = logging.getLogger(__name__)
 

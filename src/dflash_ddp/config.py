@@ -43,6 +43,14 @@ class Recompute(Enum):
     none = "none"
 
 
+class PositionWeight(Enum):
+    """What a slot's loss counts."""
+
+    decay = "decay"
+    uniform = "uniform"
+    dpace = "dpace"
+
+
 class Wandb(Enum):
     """Where wandb writes."""
 
@@ -110,6 +118,8 @@ class DrafterConfig:
     """Window of sliding layers, tokens, the query counted; >= 1."""
     is_causal: bool | None = None
     """Inside a block: true or false for all layers; null: causal on sliding layers only (z-lab)."""
+    init_from: str | None = None
+    """Native folder whose weights to start from; shape and semantics must be this drafter's."""
     mask_token_id: int | None = None
     """Row of the target's table that fills the block; null: chosen by the target's family."""
     dtype: Dtype = Dtype.auto
@@ -132,6 +142,9 @@ class DataConfig:
     """Like `path`: rows to measure accept length on; never trained on."""
     heldout_split: str = "test"
     """Split of a held-out hub data set."""
+    heldout_generated: bool = False
+    """The target itself wrote the held-out answers, greedily. Without, their walk is logged as
+    `heldout/walk_on_text`: no accept length. `python -m dflash_ddp.evaluate` checks it."""
     max_length: int = 4096
     """Tokens of a document; longer ones are cut; <= tokens_per_batch."""
     enable_thinking: bool | None = None
@@ -192,10 +205,15 @@ class LossConfig:
 
     recompute: Recompute = Recompute.auto
     """auto | in_forward | reentrant | non_reentrant | none: how its gradient is made; all are equal."""
-    position_gamma: float | None = 7.0
-    """Slot k weighs exp(-(k-1)/gamma); > 0; null: all alike. 7 for block 16, 5 for 10, 4 for 8."""
+    position_weight: PositionWeight = PositionWeight.decay
+    """decay: slot k weighs exp(-(k-1)/gamma) | uniform | dpace: by what the drafter itself finds
+    likely (D-PACE)."""
+    position_gamma: float | None = None
+    """Of `decay`; > 0; null: by block size, 7 for 16, 5 for 10, 4 for 8."""
+    dpace_alpha: float = 0.5
+    """Of `dpace`: added confidence, so that a hopeless slot does not void those after it; 0..1."""
     chunk_rows: int = 4096
-    """Slots whose logits exist at a time; >= 1."""
+    """Slots whose logits exist at a time, at most; >= 1. Chunks are made equal."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -126,6 +126,7 @@ def console_line(row: dict[str, Any], steps: int | None) -> str:
         ("train/accuracy", "accuracy {:.3f}"),
         ("train/accept_length", "accept {:.2f}"),
         ("heldout/accept_length", "held-out accept {:.3f}"),
+        ("heldout/walk_on_text", "held-out walk on text {:.3f}"),
         ("speed/tokens_per_s", "{:,.0f} tokens/s"),
         ("wait/target", "targets wait {:.2f} s"),
         ("wait/drafter", "drafters wait {:.2f} s"),
@@ -147,10 +148,13 @@ class Summary(NamedTuple):
     export: str
     stopped_by: str | None
 
-    def __str__(self) -> str:
-        """`key=value` pairs in one line."""
+    def text(self, *, generated: bool) -> str:
+        """`key=value` pairs in one line; a walk over text that the target did not write is named so."""
+        name = "accept_length" if generated else "walk_on_text"
         shown = {
-            key: f"{value:.4f}" if isinstance(value, float) else value
+            key.replace("accept_length", name): f"{value:.4f}"
+            if isinstance(value, float)
+            else value
             for key, value in self._asdict().items()
             if key != "stopped_by" or value is not None
         }

@@ -28,8 +28,8 @@ from dflash_ddp.checkpoint import (
 )
 from dflash_ddp.config import Export, OnError
 from dflash_ddp.control import Control
-from dflash_ddp.export import native_config
 from dflash_ddp.log import exit_on_error
+from dflash_ddp.native import native_config
 from dflash_ddp.startup import Run
 from dflash_ddp.upload import Uploader
 

@@ -35,6 +35,7 @@ class LossSettings(NamedTuple):
     chunk_rows: int
     recompute: Recompute
     functions: ChunkFunctions = ChunkFunctions()
+    dpace_alpha: float | None = None
 
 
 def compile_step(model: Drafter, *, chunk_rows: int, recompute: Recompute) -> LossSettings:
@@ -78,6 +79,7 @@ def forward(
         inputs.rows,
         chunk_rows=loss.chunk_rows,
         recompute=loss.recompute,
+        dpace_alpha=loss.dpace_alpha,
         functions=loss.functions,
     )
 

@@ -162,19 +162,11 @@ class StepLog:
         row |= self._more(pending.step)
         self._log.write(row | {f"train/slot_{k}": share for k, share in slots})
 
-    def write_heldout(self, step: int, tally: AcceptTally) -> None:
-        """Write the row of an evaluation."""
-        if self._log is None:
-            return
-        row = {
-            "step": step,
-            "tokens": self.tokens,
-            "heldout/accept_length": tally.accept_length,
-            "heldout/standard_error": tally.standard_error,
-            "heldout/documents": tally.documents,
-        }
-        slots = enumerate(tally.slot_acceptance(), start=1)
-        self._log.write(row | {f"heldout/slot_{k}": share for k, share in slots})
+    def write_heldout(self, step: int, tally: AcceptTally, *, generated: bool) -> None:
+        """Write the row of an evaluation; see `AcceptTally.metrics`."""
+        if self._log is not None:
+            row = {"step": step, "tokens": self.tokens}
+            self._log.write(row | tally.metrics(generated=generated))
 
     def _target_wait(self) -> float:
         """Mean seconds that target ranks have waited for a slot since the last row."""

@@ -18,13 +18,14 @@ from dflash_ddp.accept import AcceptTally
 from dflash_ddp.batch import PackedBatch
 from dflash_ddp.checkpoint import TrainerState, load_tensors, read_state
 from dflash_ddp.compiling import compile_now, require_compiler
-from dflash_ddp.config import Export, Recompute
+from dflash_ddp.config import Export, PositionWeight, Recompute
 from dflash_ddp.control import Control
 from dflash_ddp.drafter.badsteps import BadSteps
-from dflash_ddp.drafter.blocks import make_blocks, sample_anchors
+from dflash_ddp.drafter.blocks import decay_gamma, make_blocks, sample_anchors
 from dflash_ddp.drafter.heldout import tally_batch
 from dflash_ddp.drafter.inputs import HostInputs, host_inputs, to_device
 from dflash_ddp.drafter.intake import Features, Intake
+from dflash_ddp.drafter.loss import even_chunk_rows
 from dflash_ddp.drafter.metrics import microbatch_sums
 from dflash_ddp.drafter.model import Drafter
 from dflash_ddp.drafter.optim import (
@@ -44,6 +45,7 @@ from dflash_ddp.drafter.step import (
     resolve_recompute,
 )
 from dflash_ddp.drafter.steplog import StepLog
+from dflash_ddp.native import load_weights
 from dflash_ddp.runlog import RunLog, Summary
 from dflash_ddp.schedule import Kind, StreamItem
 from dflash_ddp.startup import Run
@@ -74,11 +76,15 @@ class DrafterWorker:
         device = world.device
         self.model = Drafter(run.shape)
         self.model.reset_parameters(run.config.seed)
+        if run.config.drafter.init_from is not None:
+            load_weights(self.model, Path(run.config.drafter.init_from))
         self.model.to(device)
         self.optimizer = make_optimizer(self.model, run.config.optim)
         config = run.config
         self.tables = target_tables(run, device)
         self.loss = self._loss_settings()
+        if config.loss.position_weight is PositionWeight.dpace:
+            self.loss = self.loss._replace(dpace_alpha=config.loss.dpace_alpha)
         self.trained = self._data_parallel()
         self.log: RunLog | None = None
         if self.ordinal == 0:
@@ -117,12 +123,14 @@ class DrafterWorker:
     def _loss_settings(self) -> LossSettings:
         config = self.run.config
         recompute = resolve_recompute(config.loss.recompute)
+        num_slots = config.drafter.num_anchors * (config.drafter.block_size - 1)
+        chunk_rows = even_chunk_rows(num_slots, config.loss.chunk_rows)
         cuda = self.world.device.type == "cuda"
         if cuda:
             require_compiler()  # attention is compiled there even if nothing else is
         if not (cuda if config.drafter.compile is None else config.drafter.compile):
-            return LossSettings(config.loss.chunk_rows, recompute)
-        self.loss = compile_step(self.model, chunk_rows=config.loss.chunk_rows, recompute=recompute)
+            return LossSettings(chunk_rows, recompute)
+        self.loss = compile_step(self.model, chunk_rows=chunk_rows, recompute=recompute)
         graphs = f"{self.run.shape} {self.run.drafter_dtype} {config.tokens_per_batch} "
         graphs += f"{config.drafter.num_anchors} {len(self.tables.head_VH)} {self.loss[:2]}"
         compile_now("the drafter", graphs, self._step_once)
@@ -220,14 +228,14 @@ class DrafterWorker:
             anchors,
             num_anchors=config.drafter.num_anchors,
             block_size=config.drafter.block_size,
-            gamma=config.loss.position_gamma,
+            gamma=decay_gamma(config.loss, config.drafter.block_size),
         )
         return host_inputs(
             batch,
             blocks,
             self.run.shape,
             context_length=config.tokens_per_batch,
-            chunk_rows=config.loss.chunk_rows,
+            chunk_rows=self.loss.chunk_rows,
             flex=self.world.device.type == "cuda",
         )
 
@@ -313,7 +321,9 @@ class DrafterWorker:
         dist.all_reduce(total, group=self.world.drafter_group)
         result = AcceptTally.from_array(total.cpu().numpy())
         self.accept_lengths[step] = result.accept_length
-        self.steplog.write_heldout(step, result)
+        self.steplog.write_heldout(step, result, generated=config.data.heldout_generated)
+        if step == config.steps:
+            logger.info("%s", result.chart())
 
     def _save(self, step: int, *, last: bool) -> None:
         """Checkpoint: all drafter ranks bring their sums, the first one saves."""
