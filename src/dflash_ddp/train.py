@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import hydra
+from hydra._internal.utils import get_args_parser  # how Hydra itself takes its words apart
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from dflash_ddp.config import Config, ConfigError
-from dflash_ddp.settings import parse
+from dflash_ddp.redaction import redact
+from dflash_ddp.settings import override_problems, parse, sweep_folder
 
 if TYPE_CHECKING:  # settings are checked before torch is loaded
     from dflash_ddp.control import Control
@@ -57,7 +59,12 @@ def start() -> None:
     heard, held_back = sys.stderr, io.StringIO()
     if os.environ.get("RANK", "0") != "0":
         sys.stderr = held_back
+    given, rest = get_args_parser().parse_known_args()
+    wrong = override_problems([w for w in (*given.overrides, *rest) if not w.startswith("-")])
     try:
+        if wrong:
+            sys.stderr = heard
+            refuse("\n".join(wrong))
         main()
     finally:
         if sys.stderr is held_back:  # Hydra did not come as far as `main`
@@ -85,7 +92,7 @@ def refuse(error: ConfigError | ValueError | str) -> NoReturn:
 
 def tell(error: ConfigError | ValueError | str) -> None:
     """Print each problem on a line of its own."""
-    for line in str(error).splitlines():
+    for line in redact(str(error)).splitlines():
         sys.stderr.write(f"dflash_ddp: {line}\n")
     sys.stderr.flush()
 
@@ -103,9 +110,12 @@ def relaunch(config: Config) -> None:
         if source.provider == "command-line":
             command += ["--config-dir", source.path]
     command += list(hydra_config.overrides.task)
-    command += ["hydra.mode=RUN", f"hydra.run.dir='{hydra_config.runtime.output_dir}'"]
-    if hydra_config.mode is RunMode.MULTIRUN:  # each job of a sweep has a directory of its own
-        command.append(f"output_dir='{hydra_config.runtime.output_dir}'")
+    command += ["hydra.mode=RUN", "hydra.run.dir=."]
+    if hydra_config.mode is RunMode.MULTIRUN:  # each job of a sweep has a name and a folder
+        job = sweep_folder(hydra_config.job.override_dirname)
+        for key, value in (("name", config.name), ("output_dir", config.output_dir)):
+            quotable = value.replace("'", r"\'")
+            command.append(f"{key}='{quotable}/{job}'")
     sys.stderr.flush()
     if hydra_config.mode is not RunMode.MULTIRUN:
         os.execv(sys.executable, command)  # torchrun takes this process's place, and its signals
@@ -120,6 +130,7 @@ def run_rank(config: Config) -> None:
     from dflash_ddp.log import exit_on_error, setup_logging
     from dflash_ddp.world import plan_topology, read_launch
 
+    sys.stdin = io.StringIO()  # no library may ask a question that holds up all ranks
     launch = read_launch()
     try:
         topology = plan_topology(

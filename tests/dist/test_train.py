@@ -183,12 +183,6 @@ def test_resume_is_bit_exact_also_with_other_targets(material, one_target):
     assert_same_run(copy, one_target)
 
 
-def test_resume_of_two_drafters_is_bit_exact_between_rows(uneven, two_drafters):
-    copy = forget_after(two_drafters, 3, uneven.output("1t2d resumed"))
-    run(3, uneven.overrides(copy.name, "split.targets=1", "split.drafters=2", "logging.every=2"))
-    assert_same_run(copy, two_drafters)
-
-
 REFUSED = {
     "changed": (
         ["seed=1", "drafter.block_size=5"],
@@ -240,7 +234,8 @@ def test_killed_rank_ends_all_and_is_named(material, rank):
 
 
 BAD = {
-    "typo": ("optim.lr_=1e-3", "Key 'lr_' not in 'OptimConfig'"),
+    "typo": ("optim.lr_=1e-3", "optim.lr_=1e-3 is no setting; did you mean optim.lr?"),
+    "secret": ("data.path=s3://me:hunter2@bucket/x", "data.path=s3://***@bucket/x holds a credential"),
     "added": ("+unknown=1", "unknown=1 is no setting"),
     "added typo": ("+drafter.blocksize=8", "did you mean drafter.block_size?"),
     "no number": ("steps=many", "Value 'many' of type 'str' could not be converted to Integer"),
@@ -264,7 +259,7 @@ def test_bad_setting_is_named_once_before_anything_is_loaded(case):
 
 
 @pytest.mark.parametrize(
-    ("case", "late"), [("typo", 1), ("typo", 0), ("added", 0), ("world size", 0)]
+    ("case", "late"), [("no number", 1), ("no number", 0), ("typo", 0), ("world size", 0)]
 )
 def test_ranks_that_find_the_same_problem_say_it_once(material, tmp_path, case, late):
     """Also if the other rank comes to it first: torchrun then ends both, said or not."""
@@ -275,8 +270,7 @@ def test_ranks_that_find_the_same_problem_say_it_once(material, tmp_path, case, 
     overrides = material.overrides("bad", "split=1t1d", override)
     ended = run(2, overrides, limit_s=40, code=None, first_on_path=tmp_path)
     assert ended.output.count(expected) == 1, ended.output
-    if case != "typo":  # Hydra's own code is 1
-        assert "exitcode  : 2 " in ended.output
+    assert "exitcode  : 2 " in ended.output or case == "no number"  # Hydra's own code is 1
     assert ended.seconds < 20
     assert not list(material.output("bad").rglob("*"))
 
