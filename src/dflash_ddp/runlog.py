@@ -9,6 +9,7 @@ evaluated heldout/accept_length, its standard error and number of documents.
 import json
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,14 +76,24 @@ class RunLog:
         """One row; absent and non-finite values are left out. A killed run keeps it."""
         row = {k: v for k, v in row.items() if v is not None and math.isfinite(v)}
         self._file.append(json.dumps(row))
-        if self._wandb is not None:
-            self._wandb.log(row, step=row["step"])
+        self._to_wandb(lambda run: run.log(row, step=row["step"]))
         logger.info("%s", console_line(row, self._steps))
 
     def close(self, exit_code: int = 0) -> None:
         """Finish wandb; rows are on disk already."""
-        if self._wandb is not None:
-            self._wandb.finish(exit_code=exit_code)
+        self._to_wandb(lambda run: run.finish(exit_code=exit_code))
+
+    def _to_wandb(self, send: Callable[[Any], object]) -> None:
+        """Its failure never ends training: metrics.jsonl has all rows."""
+        if self._wandb is None:
+            return
+        import wandb
+
+        try:
+            send(self._wandb)
+        except (wandb.errors.Error, OSError, RuntimeError) as error:
+            self._wandb = None
+            logger.warning("wandb has failed, metrics.jsonl goes on: %s", error)
 
 
 def start_wandb(folder: Path, config: Config) -> Any:
