@@ -7,6 +7,7 @@ where held-out text was evaluated heldout/accept_length, its standard error and 
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def start_wandb(folder: Path, config: Config) -> Any:
         return wandb.init(
             project=config.logging.project,
             name=config.name,
-            id=config.name.replace("/", "-"),
+            id=re.sub(r"[:;,#?%/\\']", "-", config.name)[-128:],
             dir=str(folder),
             mode=config.logging.wandb.value,
             config=resolved(config),
