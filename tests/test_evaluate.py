@@ -174,6 +174,17 @@ def test_the_last_line_is_json(served):
     assert row["documents"] == 1
 
 
+def test_what_is_given_goes_before_what_the_run_says(served):
+    run = str(served / "run")
+    config, folder = run_config(EvaluateConfig(run=run))
+    assert (config.target.path, folder) == (str(DEMO / "target"), served / "run" / "export")
+    assert config.data.enable_thinking is None
+    options = EvaluateConfig(run=run, target="a", drafter="b", data="c", enable_thinking=False)
+    config, folder = run_config(options)
+    assert (config.target.path, folder, config.data.heldout) == ("a", Path("b"), "c")
+    assert config.data.enable_thinking is False
+
+
 def test_what_is_missing_or_wrong_is_named(served, tmp_path):
     with pytest.raises(ConfigError, match="give run=<dir>, or drafter=<dir>"):
         run_config(EvaluateConfig(drafter="somewhere"))

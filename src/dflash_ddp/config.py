@@ -59,6 +59,17 @@ class Wandb(Enum):
     disabled = "disabled"
 
 
+class Export(Enum):
+    """Which drafter a run ends with."""
+
+    best = "best"
+    last = "last"
+
+
+OnError = Enum("OnError", {"continue": "continue", "stop": "stop"})
+OnError.__doc__ = """What follows when a checkpoint cannot be written."""
+
+
 @dataclass(kw_only=True, slots=True)
 class TargetConfig:
     """The frozen LLM."""
@@ -184,6 +195,8 @@ class OptimConfig:
     """Of matrices; >= 0."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; > 0."""
+    max_bad_steps: int = 10
+    """So many steps in a row whose loss or gradient is not finite end the run; fewer are left out; >= 1."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -235,6 +248,14 @@ class CheckpointConfig:
     """Steps between checkpoints; 0: only at the end."""
     keep_last: int = 3
     """Newest checkpoints kept; >= 1."""
+    keep_every: int = 0
+    """Checkpoints at multiples of so many steps are kept for good; 0: none."""
+    export: Export = Export.best
+    """best: export/ is the drafter with the highest held-out accept length, whose checkpoint is kept | last."""
+    on_error: OnError = OnError["continue"]
+    """continue: a checkpoint that cannot be written is reported and tried again with the next | stop: end the run."""
+    upload: str | None = None
+    """Also copy checkpoints and export/ there, in the background: s3://bucket/prefix or any address of fsspec."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -257,6 +278,8 @@ class Config:
     """Packed batches of one optimizer step, over all drafter ranks; a multiple of split.drafters."""
     resume: str = "auto"
     """auto: go on from the newest complete checkpoint, if any | none | a checkpoint's folder."""
+    max_hours: float | None = None
+    """Save and end after so many hours, as on SIGTERM; > 0; null: no limit. Leave time for the last save."""
     device: Device = Device.auto
     """auto | cuda | cpu."""
     heartbeat_timeout_s: float = 60.0

@@ -37,7 +37,7 @@ from dflash_ddp.reference import Reference
 from dflash_ddp.settings import command_line, parse
 from dflash_ddp.startup import eos_ids, prepare_text
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dflash_ddp.evaluate")  # also where this file is the program
 
 TIE_MARGIN = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Logits; of the target's dtype."""
@@ -56,6 +56,8 @@ class EvaluateConfig:
     """Folder in transformers format, or a name on the hub."""
     data: str | None = None
     """Chat text, as `data.heldout` of a training run."""
+    enable_thinking: bool | None = None
+    """Passed to the chat template; null: as the run has it, else the template's own default."""
     documents: int = 32
     """Documents measured, the first ones; >= 1."""
     generate: bool = False
@@ -99,6 +101,8 @@ def run_config(options: EvaluateConfig) -> tuple[Config, Path]:
     if options.target is not None:
         config.target.path, config.target.revision = options.target, None
     config.data.heldout = options.data or config.data.heldout
+    if options.enable_thinking is not None:
+        config.data.enable_thinking = options.enable_thinking
     if config.data.heldout is None:
         raise ConfigError(f"run={options.run} has no held-out text; give data=<file>")
     folder = Path(options.drafter) if options.drafter else newest_drafter(Path(options.run or ""))
@@ -157,11 +161,12 @@ def walked(pair: Pair, batch: PackedBatch) -> tuple[list[int], bool]:
         loss=LossSettings(CHUNK_ROWS, Recompute.none),
         flex=False,
     )[0]
-    places = np.flatnonzero(batch.loss_mask)
-    logits_LV = reading.logits_LV[places - 1].float()
-    labels = torch.from_numpy(batch.input_ids[places].astype(np.int64)).to(logits_LV.device)
-    short_L = logits_LV.amax(-1) - logits_LV.gather(-1, labels[:, None])[:, 0]
-    return calls, bool((short_L <= TIE_MARGIN[reading.logits_LV.dtype]).all())
+    logits_LV = reading.logits_LV[:-1]
+    next_ids = torch.from_numpy(batch.input_ids[1:].astype(np.int64)).to(logits_LV.device)
+    label_logits_L = logits_LV.gather(-1, next_ids[:, None])[:, 0]
+    short_L = (logits_LV.amax(-1).float() - label_logits_L.float()).cpu().numpy()
+    margin = TIE_MARGIN[logits_LV.dtype]
+    return calls, bool((short_L[batch.loss_mask[1:]] <= margin).all())
 
 
 def is_tie(pair: Pair, prompt: list[int], plain: list[int], other: list[int]) -> bool:

@@ -14,7 +14,13 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dflash_ddp.checkpoint import complete_checkpoints, read_state, remove_leftovers, step_folder
+from dflash_ddp.checkpoint import (
+    complete_checkpoints,
+    first_whole,
+    read_state,
+    remove_leftovers,
+    step_folder,
+)
 from dflash_ddp.config import Config, ConfigError, Device, Dtype, TargetConfig
 from dflash_ddp.drafter.attention import check_dense_size
 from dflash_ddp.drafter.model import Drafter, DrafterShape
@@ -28,6 +34,7 @@ from dflash_ddp.target.tables import (
     default_capture_layers,
     read_spec,
 )
+from dflash_ddp.upload import check_address
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +142,8 @@ def preflight(config: Config) -> Preflight:
         raise
     except (ValueError, OSError) as error:
         raise ConfigError(_with_our_key(error)) from error
+    if config.checkpoint.upload is not None:
+        check_address(config.checkpoint.upload)
     folder = Path(config.output_dir)
     if folder.is_dir():
         check_links(folder)
@@ -200,8 +209,7 @@ def _find_checkpoint(config: Config, folder: Path) -> Path | None:
     if config.resume == "auto":
         if checkpoints.is_dir():
             remove_leftovers(checkpoints)
-        found = complete_checkpoints(checkpoints)
-        return found[-1] if found else None
+        return first_whole(complete_checkpoints(checkpoints)[::-1])
     given = Path(config.resume)
     if not given.is_dir() or not any(given.iterdir()):
         what = "is an empty folder" if given.is_dir() else "does not exist"

@@ -28,13 +28,15 @@ _AT_LEAST_ONE = (
     "drafter.num_anchors drafter.intermediate_size drafter.num_attention_heads "
     "drafter.num_key_value_heads drafter.head_dim drafter.sliding_window data.max_length "
     "split.targets split.drafters split.lane_ctas loss.chunk_rows eval.max_documents "
-    "logging.every checkpoint.keep_last"
+    "logging.every checkpoint.keep_last optim.max_bad_steps"
 ).split()
 _AT_LEAST_ZERO = (
     "seed drafter.sliding_layers drafter.mask_token_id data.num_workers split.depth "
-    "optim.weight_decay eval.every checkpoint.every"
+    "optim.weight_decay eval.every checkpoint.every checkpoint.keep_every"
 ).split()
-_POSITIVE = "heartbeat_timeout_s optim.lr optim.eps optim.max_grad_norm loss.position_gamma".split()
+_POSITIVE = (
+    "heartbeat_timeout_s max_hours optim.lr optim.eps optim.max_grad_norm loss.position_gamma"
+).split()
 _SHARES = "data.max_bad_share optim.warmup_share optim.min_lr_share loss.dpace_alpha".split()
 _DECAYS = "optim.beta1 optim.beta2".split()
 

@@ -29,7 +29,7 @@ from dflash_ddp.settings import override_problems, parse, sweep_folder
 
 if TYPE_CHECKING:  # settings are checked before torch is loaded
     from dflash_ddp.control import Control
-    from dflash_ddp.drafter.worker import Features, Summary
+    from dflash_ddp.drafter.intake import Features
     from dflash_ddp.startup import Run
     from dflash_ddp.world import World
 
@@ -149,18 +149,24 @@ def run_rank(config: Config) -> None:
         from dflash_ddp.control import Control
         from dflash_ddp.preflight import device_type
         from dflash_ddp.startup import prepare_run
-        from dflash_ddp.world import JobStore, close_world, init_world
+        from dflash_ddp.stopping import listen
+        from dflash_ddp.world import JobStore, close_world, init_world, set_gpu_variables
 
         store = JobStore(launch)
         control = Control(store, launch, topology, heartbeat_timeout_s=config.heartbeat_timeout_s)
         handler.publish = partial(end_job, control)
+        device = device_type(config.device)
+        if device == "cuda":
+            set_gpu_variables(launch, share_gpu=config.split.share_gpu)
         run = prepare_run(config, launch, control)
+        control.failure_folder = run.folder
+        listen(control)
         control.phase("connect")
         world = init_world(
             topology,
             launch,
             store,
-            device_type=device_type(config.device),
+            device_type=device,
             share_gpu=config.split.share_gpu,
             lane_ctas=config.split.lane_ctas,
         )
@@ -218,17 +224,7 @@ def play_roles(run: "Run", world: "World", control: "Control") -> str | None:
     summary = worker.train()
     if worker.log is not None:
         worker.log.close()
-    return summary_text(summary, generated=run.config.data.heldout_generated)
-
-
-def summary_text(summary: "Summary", *, generated: bool) -> str:
-    """`key=value` pairs in one line; a walk over text that the target did not write is named so."""
-    name = "accept_length" if generated else "walk_on_text"
-    shown = {
-        key.replace("accept_length", name): f"{value:.4f}" if isinstance(value, float) else value
-        for key, value in summary._asdict().items()
-    }
-    return " ".join(f"{key}={value}" for key, value in shown.items())
+    return summary.text(generated=run.config.data.heldout_generated)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ OPTIONS = {
         "slow_factor": "1",
         "items": "200",
     },
-    "pipeline": {"workload": "tiny", "split": "1t1d", "steps": "12"},
+    "pipeline": {"workload": "tiny", "split": "1t1d", "steps": "12", "parts": "true"},
 }
 
 
@@ -105,6 +105,7 @@ def main() -> None:
             options["workload"],
             split=options["split"],
             steps=int(options["steps"]),
+            parts=options["parts"] == "true",
             options=settings,
         )
     sys.stdout.write(json.dumps(row) + "\n")

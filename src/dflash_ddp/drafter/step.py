@@ -93,7 +93,7 @@ def forward_backward(
     scale: Tensor,
     loss: LossSettings,
 ) -> LossSum:
-    """Add the gradient of `scale * loss_sum` to the parameters.
+    """Add the gradient of `scale * loss_sum` to the parameters; NaN if the loss is not finite.
 
     Args:
         model: the drafter, or DDP around it.
@@ -104,5 +104,7 @@ def forward_backward(
         loss: how the loss runs.
     """
     result = forward(model, tables, features_SC, inputs, loss=loss)
+    # A loss may be infinite with a finite gradient: then all ranks would not see that it is.
+    scale = torch.where(result.loss_sum.isfinite(), scale, torch.nan)
     (result.loss_sum * scale).backward()
     return result
