@@ -164,15 +164,18 @@ def test_a_quoted_path_may_hold_any_sign(path):
 
 
 def test_a_job_of_a_sweep_has_one_short_plain_folder_of_its_own():
-    assert sweep_folder("optim.lr=0.0003,split=5t3d") == "optim.lr=0.0003,split=5t3d"
+    command = ["train.py", "optim.lr=1e-3,2e-3", "split=5t3d,7t1d", "steps=2"]
+    job = ["optim.lr=1e-3", "steps=2", "split=5t3d"]
+    assert sweep_folder(job, command) == "optim.lr=1e-3,split=5t3d"
+    assert sweep_folder(["steps=2"], command) == "job"
     overrides = [
-        *("data.path=/a/b", "data.path=_a_b", "data.path=../../b", "name=\u00e9", "x='a b'", ""),
+        *("data.path=/a/b", "data.path=_a_b", "data.path=../../b", "name=\u00e9", "x='a b'"),
         *(f"data.path={'x' * 300}{end}" for end in "ab"),
     ]
-    names = [sweep_folder(text) for text in overrides]
+    names = [sweep_folder([text], command) for text in overrides]
     assert len(set(names)) == len(names)
     for name in names:
-        assert re.fullmatch(r"[\w.,=+-]{0,80}", name, re.ASCII)
+        assert re.fullmatch(r"[\w.,=+-]{3,80}", name, re.ASCII)
 
 
 SWEEP = """
@@ -210,7 +213,7 @@ def test_jobs_of_a_sweep_have_names_and_folders_of_their_own(tmp_path):
     assert {config.optim.lr for config in configs} == {1e-3, 2e-3}
     for config in configs:
         assert config.output_dir == f"outputs/{config.name}"
-        assert config.name.startswith("it's/")
+        assert re.fullmatch(r"it's/optim\.lr=\S+", config.name)
     files = sorted(str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*") if f.is_file())
     assert files == ["cwd/outputs/multirun.yaml"]
 

@@ -9,6 +9,7 @@ evaluated heldout/accept_length, its standard error and number of documents.
 import json
 import logging
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,7 +107,7 @@ def start_wandb(folder: Path, config: Config) -> Any:
         return wandb.init(
             project=config.logging.project,
             name=config.name,
-            id=config.name.replace("/", "-"),
+            id=re.sub(r"[:;,#?%/\\']", "-", config.name)[-128:],
             dir=str(folder),
             mode=config.logging.wandb.value,
             config=resolved(config),

@@ -239,12 +239,16 @@ def override_problems(overrides: list[str]) -> list[str]:
     return found
 
 
-def sweep_folder(overrides: str) -> str:
-    """A job's overrides as one folder's name: no separators, at most 80 bytes, and distinct."""
-    plain = re.sub(r"[^\w.,=+-]", "_", overrides, flags=re.ASCII)
-    if plain == overrides and len(plain) <= 80:
+def sweep_folder(job: list[str], command: list[str]) -> str:
+    """A job's own overrides as one folder's name: no separators, 80 bytes at most, distinct.
+
+    What stands in the command as it is was not swept, and all jobs have it.
+    """
+    own = ",".join(word for word in job if word not in command) or "job"
+    plain = re.sub(r"[^\w.,=+-]", "_", own, flags=re.ASCII)
+    if plain == own and len(plain) <= 80:
         return plain
-    digest = hashlib.blake2b(overrides.encode(), digest_size=4).hexdigest()
+    digest = hashlib.blake2b(own.encode(), digest_size=4).hexdigest()
     return f"{plain[:70]}-{digest}"
 
 

@@ -112,7 +112,7 @@ def relaunch(config: Config) -> None:
     command += list(hydra_config.overrides.task)
     command += ["hydra.mode=RUN", "hydra.run.dir=."]
     if hydra_config.mode is RunMode.MULTIRUN:  # each job of a sweep has a name and a folder
-        job = sweep_folder(hydra_config.job.override_dirname)
+        job = sweep_folder(list(hydra_config.overrides.task), sys.argv)
         for key, value in (("name", config.name), ("output_dir", config.output_dir)):
             quotable = value.replace("'", r"\'")
             command.append(f"{key}='{quotable}/{job}'")
