@@ -241,7 +241,7 @@ def _prepare_data(config: Config, *, speaks: bool) -> dict[str, str | None]:
     data = config.data
     settings = RenderSettings(
         enable_thinking=data.enable_thinking,
-        eos_ids=frozenset(_eos_ids(config, tokenizer)),
+        eos_ids=frozenset(eos_ids(config, tokenizer)),
         max_length=data.max_length,
     )
     workers = data.num_workers
@@ -273,7 +273,7 @@ def _prepare_data(config: Config, *, speaks: bool) -> dict[str, str | None]:
     return found
 
 
-def _eos_ids(config: Config, tokenizer: Any) -> set[int]:
+def eos_ids(config: Config, tokenizer: Any) -> set[int]:
     """Every token that ends generation: the tokenizer's, and those of generation_config.json."""
     ids = {tokenizer.eos_token_id}
     try:

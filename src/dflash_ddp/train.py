@@ -44,7 +44,9 @@ def main(tree: DictConfig) -> None:
         config = parse(tree)
     except ConfigError as error:
         refuse(error)
-    if "RANK" not in os.environ:
+    if config.dry_run:
+        check_only(config)
+    elif "RANK" not in os.environ:
         relaunch(config)
     elif HydraConfig.get().mode is RunMode.MULTIRUN:
         refuse("--multirun under torchrun would mix jobs; use python -m dflash_ddp.train")
@@ -90,6 +92,25 @@ def tell(error: ConfigError | ValueError | str) -> None:
     sys.stderr.flush()
 
 
+def check_only(config: Config) -> None:
+    """Print what a dry run finds; under torchrun, rank 0 does.
+
+    Raises:
+        SystemExit: something is wrong.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    from dflash_ddp.dryrun import dry_run
+
+    wrong = 0
+    for right, text in dry_run(config):
+        sys.stdout.write(f"{'ok   ' if right else 'WRONG'} {text}\n")
+        wrong += not right
+    sys.stdout.write(f"dry run: {wrong or 'no'} problems; nothing was started\n")
+    if wrong:
+        raise SystemExit(USER_ERROR)
+
+
 def relaunch(config: Config) -> None:
     """Become torchrun with the processes that the split asks for; of a sweep, wait for each job.
 
@@ -103,7 +124,7 @@ def relaunch(config: Config) -> None:
         if source.provider == "command-line":
             command += ["--config-dir", source.path]
     command += list(hydra_config.overrides.task)
-    command += ["hydra.mode=RUN", f"hydra.run.dir='{hydra_config.runtime.output_dir}'"]
+    command += ["hydra.mode=RUN", "hydra.run.dir=."]
     if hydra_config.mode is RunMode.MULTIRUN:  # each job of a sweep has a directory of its own
         command.append(f"output_dir='{hydra_config.runtime.output_dir}'")
     sys.stderr.flush()
