@@ -153,7 +153,8 @@ def feature_bytes(shape: DrafterShape) -> int:
 
 def target_memory(sizes: TargetSizes, shape: DrafterShape, config: Config) -> dict[str, int]:
     """Bytes of a target rank by what they are for, bf16."""
-    working = 2 * config.target.row_tokens * (sizes.widest + 8 * sizes.hidden_size)
+    row_tokens = min(config.target.row_tokens, config.tokens_per_batch)
+    working = 2 * row_tokens * (sizes.widest + 8 * sizes.hidden_size)
     slots = SENDER_SLOTS * config.tokens_per_batch * feature_bytes(shape)
     return {"weights": 2 * sizes.weights, "slots": slots, "activations": working}
 

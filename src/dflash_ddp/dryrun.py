@@ -100,14 +100,9 @@ def _memory(config: Config) -> str:
     local, gpus = config.world_size, torch.cuda.device_count()
     available = torch.cuda.mem_get_info(0)[1]
     if needed > available * (1 - costs.RESERVE):
-        advice = "\n".join(
-            costs.memory_advice(
-                lambda c: sum(facts.drafter_memory(c).values()),
-                costs.DRAFTER_LEVERS,
-                config,
-                needed - available * (1 - costs.RESERVE),
-            )
-        )
+        role = "target" if target == needed else "drafter"
+        excess = needed - available * (1 - costs.RESERVE)
+        advice = "\n".join(facts.memory_advice(role, excess))
         raise ConfigError(f"memory: {text}, but a GPU has {available / GIB:.0f} GiB:\n{advice}")
     nodes = f"; {local} ranks need {-(-local // gpus)} such nodes" if local > gpus else ""
     return f"memory: {text}, a GPU has {available / GIB:.0f} GiB; {gpus} GPUs here{nodes}"

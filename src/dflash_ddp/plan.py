@@ -75,6 +75,15 @@ class Facts:
             tied=self.spec.tied,
         )
 
+    def memory_advice(self, role: str, num_bytes: float) -> list[str]:
+        """What to lower so that a rank of this role needs so many bytes less."""
+        parts, levers = self.drafter_memory, costs.DRAFTER_LEVERS
+        if role == "target":
+            parts, levers = self.target_memory, costs.TARGET_LEVERS
+        return costs.memory_advice(
+            lambda config: sum(parts(config).values()), levers, self.config, num_bytes
+        )
+
 
 def read_facts(config: Config) -> Facts:
     """From settings and the target's config.json.
