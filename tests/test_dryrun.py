@@ -70,7 +70,7 @@ def test_memory_that_is_not_there_comes_with_what_to_lower(target, tmp_path, mon
     monkeypatch.setattr(dryrun.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(dryrun.torch.cuda, "mem_get_info", lambda _: (0, 4 * 2**20))
     (text,) = (text for right, text in found(target, tmp_path) if "memory" in text and not right)
-    for key, _ in costs.DRAFTER_LEVERS:
+    for key, _ in costs.LEVERS["drafter"]:
         assert f"{key}=" in text
 
 

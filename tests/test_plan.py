@@ -10,52 +10,30 @@ import pytest
 import torch
 from targets import build_target
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModel, Qwen3_5Config, Qwen3Config
+from transformers import AutoModel
 
 from dflash_ddp import costs, plan
-from dflash_ddp.bench import WORKLOADS, DrafterBench, workload_shape
+from dflash_ddp.bench.drafter import DrafterBench
+from dflash_ddp.bench.workloads import WORKLOADS, drafter_shape, target_config
 from dflash_ddp.config import Recompute
 from dflash_ddp.costs import GIB, GPUS
 from dflash_ddp.drafter.model import Drafter
-from dflash_ddp.plan import load_config, make_plan, read_facts
+from dflash_ddp.facts import Facts, read_facts
+from dflash_ddp.plan import load_config, make_plan
 
 H200 = GPUS["h200"]
-QWEN3_8B = Qwen3Config(
-    vocab_size=151936,
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    tie_word_embeddings=False,
-)
-QWEN3_6_27B = Qwen3_5Config(
-    tie_word_embeddings=False,
-    text_config={
-        "vocab_size": 248320,
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 48,
-    },
-)
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> dict[str, Path]:
     """Folders with nothing but the config.json of a large target."""
     folder = tmp_path_factory.mktemp("configs")
-    QWEN3_8B.save_pretrained(folder / "8b")
-    QWEN3_6_27B.save_pretrained(folder / "27b")
+    for name, workload in (("8b", "8b"), ("27b", "headline")):
+        target_config(WORKLOADS[workload]).save_pretrained(folder / name)
     return {"8b": folder / "8b", "27b": folder / "27b"}
 
 
-def facts_of(large, name: str, *overrides: str) -> plan.Facts:
+def facts_of(large, name: str, *overrides: str) -> Facts:
     first = ["experiment=qwen3_8b"] if name == "8b" else []
     return read_facts(load_config([*first, f"target.path={large[name]}", *overrides]))
 
@@ -78,15 +56,15 @@ def test_operations_of_the_drafter_are_what_pytorch_counts():
     work, chunk = WORKLOADS["tiny"], 48
     bench = DrafterBench(work, torch.device("cpu"), chunk_rows=chunk, recompute=Recompute.auto)
     with FlopCounterMode(display=False) as counter:
-        bench.step(0)
+        bench.forward_backward()
     config = load_config(["experiment=demo"])
     config.tokens_per_batch, config.drafter.num_anchors = work.tokens, work.num_anchors
     config.drafter.block_size = work.block_size
-    products, _ = costs.drafter_flops(workload_shape(work), config, work.table_rows)
+    products, _ = costs.drafter_flops(drafter_shape(work), config, work.table_rows)
     drafted = work.num_anchors * (work.block_size - 1)
     head = 4 * work.hidden_size * work.table_rows
     in_chunks = (
-        bench.hosts[0].num_chunks * chunk
+        bench.hosts[1].num_chunks * chunk
     )  # the last chunk is padded, cut slots are left out
     # The counter sees dense attention as batched products or not at all; tiny attention is neither.
     assert counted(counter) - head * in_chunks == products - head * drafted
@@ -134,7 +112,7 @@ def test_memory_is_the_measured_one_where_it_was_measured(large, name, measured_
     )
 
 
-def rate(facts: plan.Facts, split: str) -> int:
+def rate(facts: Facts, split: str) -> int:
     rows = make_plan(facts, 8, H200, None)["splits"]
     return next(row["tokens_per_s"] for row in rows if row["split"] == split)
 

@@ -71,6 +71,8 @@ class TargetConfig:
     """Tokens of one forward call, padding included; > 0. More is faster and takes more memory."""
     trust_remote_code: bool = False
     """Run code that comes with the weights."""
+    random_weights: bool = False
+    """Weights from the seed, made on the device, in place of files: to measure speed. Results are noise."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -248,13 +248,15 @@ def balancing_anchors(split: SplitRate, anchors: int, seconds: tuple[float, floa
 
 
 # (setting, multiple it is lowered by): those that change no result come before those that change the training.
-DRAFTER_LEVERS = (
-    ("split.depth", 1),
-    ("loss.chunk_rows", 256),
-    ("drafter.num_anchors", 16),
-    ("tokens_per_batch", 128),
-)
-TARGET_LEVERS = (("target.row_tokens", 128), ("tokens_per_batch", 128))
+LEVERS = {
+    "drafter": (
+        ("split.depth", 1),
+        ("loss.chunk_rows", 256),
+        ("drafter.num_anchors", 16),
+        ("tokens_per_batch", 128),
+    ),
+    "target": (("target.row_tokens", 128), ("tokens_per_batch", 128)),
+}
 
 
 def memory_advice(
@@ -267,7 +269,7 @@ def memory_advice(
 
     Args:
         needed: settings -> bytes of the rank; linear in each lever.
-        levers: `DRAFTER_LEVERS` or `TARGET_LEVERS`.
+        levers: those of the role in `LEVERS`.
         config: the settings now.
         num_bytes: to be saved.
     """

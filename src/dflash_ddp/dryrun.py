@@ -19,7 +19,7 @@ from dflash_ddp.costs import GIB
 from dflash_ddp.data.reading import open_sources, raw_rows
 from dflash_ddp.data.rendering import HARMLESS, RenderSettings
 from dflash_ddp.data.tokenising import tokenised_rows
-from dflash_ddp.plan import read_facts
+from dflash_ddp.facts import read_facts
 from dflash_ddp.preflight import device_type, load_tokenizer, preflight, use_cache_without_hub
 from dflash_ddp.startup import eos_ids
 from dflash_ddp.target.tables import missing_files

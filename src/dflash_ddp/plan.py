@@ -3,8 +3,8 @@
     python -m dflash_ddp.plan [any training settings] gpus=8 gpu=h200|h100|b200|a100|rtx6000pro|auto
                               [measure=true] [json=true]
 
-Reads the target's config.json and nothing else of it. `measure=true` loads the target and times a few real steps of
-both roles on this machine's device instead of predicting them. The last line is a recommendation; with `json=true`
+Reads the target's config.json and nothing else of it. `measure=true` times a few real steps of both roles on this
+machine's device, with random weights, instead of predicting them. The last line is a recommendation; with `json=true`
 the output is one JSON object.
 """
 
@@ -12,7 +12,7 @@ import copy
 import json
 import statistics
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,95 +21,22 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_ddp import costs
-from dflash_ddp.bench import DrafterBench, Workload, random_batch, timed
+from dflash_ddp.bench.drafter import DrafterBench
+from dflash_ddp.bench.measure import milliseconds
+from dflash_ddp.bench.workloads import Workload, random_batch
 from dflash_ddp.config import Config, ConfigError
 from dflash_ddp.costs import GIB, GPUS, Gpu
-from dflash_ddp.drafter.model import DrafterShape
-from dflash_ddp.export import drafter_shape
+from dflash_ddp.facts import Facts, read_facts
 from dflash_ddp.preflight import device_type, torch_dtype
 from dflash_ddp.settings import parse
 from dflash_ddp.target.capture import Target
 from dflash_ddp.target.compiled import compile_layers
-from dflash_ddp.target.model import load_target
-from dflash_ddp.target.sizes import read_sizes
-from dflash_ddp.target.tables import (
-    TargetSpec,
-    check_capture_layers,
-    default_capture_layers,
-    read_spec,
-)
+from dflash_ddp.target.model import random_target
+from dflash_ddp.target.tables import read_config
 from dflash_ddp.train import CONF_DIR, USER_ERROR, tell
 
 OPTIONS = {"gpus": "", "gpu": "auto", "json": "false", "measure": "false"}
 MEASURED_STEPS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What configs say: settings, target, drafter, and the layers that are read."""
-
-    config: Config
-    spec: TargetSpec
-    sizes: costs.TargetSizes
-    shape: DrafterShape
-    layers: list[int]
-
-    def target_seconds(self, gpu: Gpu) -> float:
-        """Predicted seconds a token of one target rank."""
-        return costs.target_seconds(self.sizes, self.config.data.max_length, gpu)
-
-    def drafter_seconds(self, gpu: Gpu, config: Config | None = None) -> float:
-        """Predicted seconds a token of one drafter rank; of other settings, if given."""
-        return costs.drafter_seconds(self.shape, config or self.config, self.spec.table_rows, gpu)
-
-    def target_memory(self, config: Config | None = None) -> dict[str, int]:
-        """Bytes of a target rank."""
-        return costs.target_memory(self.sizes, self.shape, config or self.config)
-
-    def drafter_memory(self, config: Config | None = None) -> dict[str, int]:
-        """Bytes of a drafter rank."""
-        return costs.drafter_memory(
-            self.shape,
-            config or self.config,
-            table_rows=self.spec.table_rows,
-            tied=self.spec.tied,
-        )
-
-    def memory_advice(self, role: str, num_bytes: float) -> list[str]:
-        """What to lower so that a rank of this role needs so many bytes less."""
-        parts, levers = self.drafter_memory, costs.DRAFTER_LEVERS
-        if role == "target":
-            parts, levers = self.target_memory, costs.TARGET_LEVERS
-        return costs.memory_advice(
-            lambda config: sum(parts(config).values()), levers, self.config, num_bytes
-        )
-
-
-def read_facts(config: Config) -> Facts:
-    """From settings and the target's config.json.
-
-    Raises:
-        ConfigError: there is no config.json, or the drafter does not fit it.
-    """
-    target, drafter = config.target, config.drafter
-    try:
-        spec = read_spec(target.path, target.revision, target.trust_remote_code)
-        layers = target.capture_layers or default_capture_layers(
-            spec.num_layers, drafter.num_layers
-        )
-        check_capture_layers(layers, spec.num_layers)
-        mask = drafter.mask_token_id or 0  # which row it is costs nothing
-        shape = drafter_shape(drafter, spec, num_capture_layers=len(layers), mask_token_id=mask)
-        sizes = read_sizes(
-            target.path,
-            target.revision,
-            spec,
-            num_layers=layers[-1] + 1,
-            trust_remote_code=target.trust_remote_code,
-        )
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from error
-    return Facts(config, spec, sizes, shape, layers)
 
 
 def measure(facts: Facts) -> tuple[float, float]:
@@ -122,10 +49,10 @@ def measure(facts: Facts) -> tuple[float, float]:
         tokens=tokens,
         document=next(n for n in range(longest, 0, -1) if tokens % n == 0),
         num_anchors=config.drafter.num_anchors,
-        hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
-        table_rows=facts.spec.table_rows,
         num_sliding=config.drafter.sliding_layers,
+        target={"hidden_size": shape.hidden_size, "vocab_size": facts.spec.table_rows},
+        capture_layers=tuple(facts.layers),
         num_heads=shape.num_attention_heads,
         num_key_value_heads=shape.num_key_value_heads,
         head_dim=shape.head_dim,
@@ -138,39 +65,42 @@ def measure(facts: Facts) -> tuple[float, float]:
 
 
 def _measure_target(facts: Facts, work: Workload, device: torch.device) -> float:
-    """Median milliseconds of a packed batch through the real target."""
+    """Median milliseconds of a packed batch through the target, with random weights."""
     config = facts.config.target
-    dtype = torch_dtype(config.dtype, device.type)
-    model = load_target(
-        config.path,
-        config.revision,
+    model = random_target(
+        read_config(config.path, config.revision, config.trust_remote_code),
         capture_layers=facts.layers,
-        dtype=dtype,
+        dtype=torch_dtype(config.dtype, device.type),
         device=device,
+        seed=0,
         attention=config.attention,
-        trust_remote_code=config.trust_remote_code,
     )
     if device.type == "cuda" if config.compile is None else config.compile:
         compile_layers(model)
     target = Target(model, facts.layers, max_row_tokens=config.row_tokens)
-    batch, width = random_batch(work, 0), target.feature_width
-    out_SC = torch.empty(work.tokens, width, dtype=dtype, device=device)
-    times = timed(lambda: target.features(batch, out_SC), device, repeats=2 + MEASURED_STEPS)
-    return statistics.median(times[2:])
+    batch = random_batch(work, 0, tokens=work.tokens, document=work.document)
+    out_SC = torch.empty(work.tokens, target.feature_width, dtype=model.dtype, device=device)
+    return _median_ms(lambda: target.features(batch, out_SC), device)
 
 
 def _measure_drafter(config: Config, work: Workload, device: torch.device) -> float:
-    """Median milliseconds of forward and backward of a packed batch."""
-
+    """Median milliseconds of forward, backward and update of a packed batch."""
     bench = DrafterBench(
         work, device, chunk_rows=config.loss.chunk_rows, recompute=config.loss.recompute
     )
 
     def step() -> None:
-        bench.step(0)
-        bench.zero_grad()
+        bench.forward_backward()
+        bench.update()
+        bench.forget()
 
-    return statistics.median(timed(step, device, repeats=2 + MEASURED_STEPS)[2:])
+    return _median_ms(step, device)
+
+
+def _median_ms(step: Callable[[], object], device: torch.device) -> float:
+    for _ in range(2):  # compiles
+        step()
+    return statistics.median(milliseconds(step, device) for _ in range(MEASURED_STEPS))
 
 
 def make_plan(

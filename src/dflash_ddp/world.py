@@ -212,7 +212,7 @@ def init_world(
     *,
     device_type: str,
     share_gpu: bool = False,
-    lane_ctas: int = 4,
+    lane_ctas: int | None = 4,
 ) -> World:
     """Bind the device, make the groups, connect the lanes. All ranks of the job meet here.
 
@@ -224,7 +224,7 @@ def init_world(
         store: the job's store; torch gets a client of its own.
         device_type: "cuda" (NCCL, and gloo for tensors in host memory) or "cpu" (gloo).
         share_gpu: several ranks may use one GPU. For tests: NCCL then takes slow sockets.
-        lane_ctas: thread blocks that one transfer may take from the GPU.
+        lane_ctas: thread blocks that one transfer may take from the GPU; None: NCCL decides.
 
     Raises:
         ValueError: more local ranks than GPUs, or CUDA_DEVICE_MAX_CONNECTIONS=1.
@@ -249,7 +249,8 @@ def init_world(
         options = None
         if cuda:  # a fresh object for each group: torch changes it
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            options.config.max_ctas = lane_ctas
+            if lane_ctas is not None:
+                options.config.max_ctas = lane_ctas
         backend = "nccl" if cuda else "gloo"
         group = dist.new_group(list(lane), timeout=LANE_LIMIT, backend=backend, pg_options=options)
         if launch.rank in lane:

@@ -29,6 +29,12 @@ SHAPE = dataclasses.replace(
 )
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before():
+    """Each case has shapes of its own, and one process may compile a function eight times only."""
+    torch.compiler.reset()
+
+
 def float64_attention(q, k, v, mask):
     k, v = (x.repeat_interleave(len(q) // len(k), dim=0) for x in (k, v))
     scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5

@@ -44,7 +44,7 @@ from dflash_ddp.export import native_config, save_native
 from dflash_ddp.runlog import RunLog
 from dflash_ddp.schedule import Kind
 from dflash_ddp.startup import Run
-from dflash_ddp.target.tables import read_tables
+from dflash_ddp.target.tables import random_tables, read_tables
 from dflash_ddp.world import World
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,14 @@ class Summary(NamedTuple):
     export: str
 
 
+def target_tables(run: Run, device: torch.device) -> Tables:
+    """The target's tables in the drafter's compute dtype."""
+    target, dtype = run.config.target, run.drafter_dtype
+    if target.random_weights:
+        return Tables(*random_tables(run.spec, dtype, device, run.config.seed))
+    return Tables(*read_tables(target.path, target.revision, run.spec, dtype, device))
+
+
 class DrafterWorker:
     """The state of one drafter rank: model, optimizer, counters."""
 
@@ -90,11 +98,7 @@ class DrafterWorker:
         self.model.to(device)
         self.optimizer = make_optimizer(self.model, run.config.optim)
         config = run.config
-        self.tables = Tables(
-            *read_tables(
-                config.target.path, config.target.revision, run.spec, run.drafter_dtype, device
-            )
-        )
+        self.tables = target_tables(run, device)
         if run.found.checkpoint is not None:
             folder = Path(run.found.checkpoint)
             load_tensors(folder, self.model, self.optimizer, read_state(folder).step)

@@ -32,7 +32,9 @@ LENGTH_MULTIPLE = 16  # of the shorter rows
 RUNGS_PER_OCTAVE = 16
 GROUP_COST_TOKENS = 256  # what a forward costs beside its tokens (launches, weights), in tokens
 CHECK_MIN_TOKENS = 32
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.08}
+# Mean relative error that rounding may cause after n layers, divided by the root of n. Seen on random
+# weights in bf16 with compiled layers: 0.012 (Qwen3-8B and Qwen3.6-27B shapes, n = 2 to 62).
+TOLERANCE = {torch.float32: 3e-4, torch.float16: 0.005, torch.bfloat16: 0.03}
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +211,11 @@ def check_features(target: Target, batch: PackedBatch, features_SC: Tensor) -> f
     ids_1L = torch.from_numpy(batch.input_ids[None, start:end].astype(np.int64)).to(target.device)
     with torch.no_grad(), transformers_forward(target.model):
         plain = target.model(input_ids=ids_1L, use_cache=False, output_hidden_states=True)
-    tolerance = max(TOLERANCE[target.model.dtype], TOLERANCE[features_SC.dtype])
+    per_root = max(TOLERANCE[target.model.dtype], TOLERANCE[features_SC.dtype])
     errors = []
     for ordinal, layer in enumerate(target.capture_layers):
         where = f"context features of layer {layer}, batch {batch.index}"
+        tolerance = per_root * (layer + 1) ** 0.5
         features_NH = features_SC[: batch.num_tokens, target.columns(ordinal)]
         _check_values(features_NH, where)
         expected_LH = plain.hidden_states[layer + 1][0].float()

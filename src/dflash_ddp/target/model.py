@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AutoModel, PreTrainedModel
+from transformers import AttentionInterface, AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from dflash_ddp.target.tables import check_capture_layers, read_config
@@ -76,9 +76,7 @@ def load_target(
     check_capture_layers(capture_layers, text.num_hidden_layers)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"target.path={path!r} is quantised: give the bf16 checkpoint instead.")
-    text.num_hidden_layers = num_layers = max(capture_layers) + 1
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:num_layers]
+    num_layers = _cut(text, capture_layers)
     # Unread tensors are skipped on purpose: transformers need not list them.
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
@@ -104,6 +102,38 @@ def load_target(
     _freeze(model)
     logger.info("target %s: %d layers, %s, on %s", path, num_layers, dtype, device)
     return model
+
+
+def random_target(
+    config: PretrainedConfig,
+    *,
+    capture_layers: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int,
+    attention: str = "sdpa",
+) -> PreTrainedModel:
+    """A frozen target with random weights, made on `device`, equal wherever the seed is.
+
+    For measuring the speed of a target whose files are not at hand; what it says is noise.
+    """
+    text = config.get_text_config(decoder=True)
+    num_layers = _cut(text, capture_layers)
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(seed)
+        model = AutoModel.from_config(text, dtype=dtype, attn_implementation=attention)
+    decoder_layers(model)
+    _freeze(model)
+    logger.warning("target with random weights: %d layers, %s, on %s", num_layers, dtype, device)
+    return model
+
+
+def _cut(text: PretrainedConfig, capture_layers: Sequence[int]) -> int:
+    """End the config at the last captured layer; the number of layers left."""
+    text.num_hidden_layers = num_layers = max(capture_layers) + 1
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:num_layers]
+    return num_layers
 
 
 def _freeze(model: PreTrainedModel) -> None:

@@ -226,6 +226,18 @@ def missing_files(path: str, revision: str | None) -> tuple[list[str], list[str]
     return names, [n for n in names if local.is_dir() and not (local / n).is_file()]
 
 
+def random_tables(
+    spec: TargetSpec, dtype: torch.dtype, device: torch.device | str, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Tables `(embedding_VH, head_VH)` of a target with random weights, equal on every rank."""
+    tables = []
+    for index in range(1 if spec.tied else 2):
+        generator = torch.Generator(device).manual_seed(seed + index)
+        table_VH = torch.empty(spec.table_rows, spec.hidden_size, dtype=dtype, device=device)
+        tables.append(table_VH.normal_(0.0, spec.initializer_range, generator=generator))
+    return tables[0], tables[-1]
+
+
 def _tensor_files(path: str, revision: str | None) -> dict[str, str]:
     """Tensor name -> safetensors file that holds it, for a sharded or a single-file target."""
     index = _fetch(path, revision, "model.safetensors.index.json")

@@ -5,6 +5,7 @@ import time
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from dflash_ddp.batch import PackedBatch
 from dflash_ddp.channel import FeatureSender, Routing
@@ -13,7 +14,8 @@ from dflash_ddp.control import Control
 from dflash_ddp.startup import Run
 from dflash_ddp.target.capture import Target, check_features
 from dflash_ddp.target.compiled import compile_layers
-from dflash_ddp.target.model import load_target
+from dflash_ddp.target.model import load_target, random_target
+from dflash_ddp.target.tables import read_config
 from dflash_ddp.world import World
 
 logger = logging.getLogger(__name__)
@@ -27,15 +29,7 @@ class FeatureSource:
     def __init__(self, run: Run, device: torch.device) -> None:
         """Load the target; compile its layers on GPUs unless switched off."""
         config, start = run.config.target, time.monotonic()
-        model = load_target(
-            config.path,
-            config.revision,
-            capture_layers=run.found.capture_layers,
-            dtype=run.feature_dtype,
-            device=device,
-            attention=config.attention,
-            trust_remote_code=config.trust_remote_code,
-        )
+        model = _load(run, device)
         if device.type == "cuda" if config.compile is None else config.compile:
             require_compiler()
             compile_layers(model)
@@ -54,6 +48,28 @@ class FeatureSource:
         if not self._checked:
             check_features(self._target, batch, out_SC)
             self._checked = True
+
+
+def _load(run: Run, device: torch.device) -> PreTrainedModel:
+    config, layers, dtype = run.config.target, run.found.capture_layers, run.feature_dtype
+    if config.random_weights:
+        return random_target(
+            read_config(config.path, config.revision, config.trust_remote_code),
+            capture_layers=layers,
+            dtype=dtype,
+            device=device,
+            seed=run.config.seed,
+            attention=config.attention,
+        )
+    return load_target(
+        config.path,
+        config.revision,
+        capture_layers=layers,
+        dtype=dtype,
+        device=device,
+        attention=config.attention,
+        trust_remote_code=config.trust_remote_code,
+    )
 
 
 def stream_features(run: Run, world: World, control: Control, routing: Routing) -> None:

@@ -1,0 +1,166 @@
+"""The drafter's step: forward, backward and optimizer on one microbatch of a workload."""
+
+from typing import Any
+
+import torch
+
+from dflash_ddp.bench.measure import (
+    Product,
+    alternate,
+    compile_seconds,
+    peak_gib,
+    product_shares,
+    questions,
+    reset_peak,
+    spread,
+)
+from dflash_ddp.bench.workloads import Workload, compute_dtype, drafter_shape, random_batch
+from dflash_ddp.config import OptimConfig, Recompute
+from dflash_ddp.drafter.blocks import make_blocks, sample_anchors
+from dflash_ddp.drafter.inputs import HostInputs, host_inputs, to_device
+from dflash_ddp.drafter.model import Drafter
+from dflash_ddp.drafter.optim import clip_gradients, make_optimizer
+from dflash_ddp.drafter.step import (
+    LossSettings,
+    Tables,
+    compile_step,
+    forward_backward,
+    resolve_recompute,
+)
+
+
+class DrafterBench:
+    """A drafter at a workload's shapes with random weights, and its microbatches."""
+
+    def __init__(
+        self, work: Workload, device: torch.device, *, chunk_rows: int, recompute: Recompute
+    ) -> None:
+        """Allocate weights, tables and features; compile on GPUs."""
+        self.work, self.device, self.shape = work, device, drafter_shape(work)
+        dtype = compute_dtype(device)
+        torch.manual_seed(0)
+        with torch.device(device):
+            self.model = Drafter(self.shape)
+            for parameter in self.model.parameters():
+                if parameter.dim() > 1:
+                    torch.nn.init.normal_(parameter, std=self.shape.initializer_range)
+            tables = [
+                torch.randn(work.table_rows, work.hidden_size, dtype=dtype).mul_(0.02)
+                for _ in range(2)
+            ]
+            width = work.num_layers * work.hidden_size
+            self.features_SC = torch.randn(work.tokens, width, dtype=dtype)
+            self.scale = torch.tensor(1e-4)
+        self.tables = Tables(*tables)
+        recompute = resolve_recompute(recompute)
+        if device.type == "cuda":
+            self.loss = compile_step(self.model, chunk_rows=chunk_rows, recompute=recompute)
+        else:
+            self.loss = LossSettings(chunk_rows, recompute)
+        self.optimizer = make_optimizer(self.model, OptimConfig())
+        self.hosts = [self._host_inputs(index) for index in range(2)]
+        self._index = 0
+
+    def _host_inputs(self, index: int) -> HostInputs:
+        work = self.work
+        batch = random_batch(work, index, tokens=work.tokens, document=work.document)
+        blocks = make_blocks(
+            batch,
+            sample_anchors(batch, work.num_anchors, seed=0),
+            num_anchors=work.num_anchors,
+            block_size=work.block_size,
+            gamma=7.0,
+        )
+        return host_inputs(
+            batch,
+            blocks,
+            self.shape,
+            context_length=work.tokens,
+            chunk_rows=self.loss.chunk_rows,
+            flex=self.device.type == "cuda",
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Supervised slots of the first microbatch: rows that reach the head."""
+        return int(self.hosts[0].arrays["supervised_NB"].sum())
+
+    def forward_backward(self) -> torch.Tensor:
+        """Copy in the next microbatch, forward, backward; the sum of its weighted losses."""
+        self._index = 1 - self._index
+        inputs = to_device(self.hosts[self._index], self.shape, self.device)
+        result = forward_backward(
+            self.model, self.tables, self.features_SC, inputs, scale=self.scale, loss=self.loss
+        )
+        return result.loss_sum
+
+    def update(self) -> None:
+        """Clip and step, as training does."""
+        clip_gradients(self.model.parameters(), 1.0)
+        self.optimizer.step()
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self.model.zero_grad(set_to_none=True)
+
+    def release(self) -> None:
+        """Give the memory back, for the products that follow."""
+        del self.model, self.tables, self.features_SC, self.optimizer
+
+
+def drafter_products(work: Workload, num_rows: int) -> list[Product]:
+    """Every product of a step, forward and backward.
+
+    Counts what the published layout computes: all N * B slots in every layer.
+    """
+    hidden, inner = work.hidden_size, work.intermediate_size
+    slots = work.num_anchors * work.block_size
+    query, key = work.num_heads * work.head_dim, work.num_key_value_heads * work.head_dim
+    forward = [(work.tokens, work.num_layers * hidden, hidden, 1)]
+    each = [
+        (work.tokens, hidden, 2 * key, 1),
+        (slots, hidden, query + 2 * key, 1),
+        (slots, query, hidden, 1),
+        (slots, hidden, 2 * inner, 1),
+        (slots, inner, hidden, 1),
+    ]
+    forward += [(m, k, n, work.num_layers) for m, k, n, _ in each]
+    products = []
+    for m, k, n, often in forward:
+        products += [(m, k, n, often), (k, m, n, often)]
+        if k != work.num_layers * hidden:  # no gradient flows to the features
+            products.append((m, n, k, often))
+    head = [(num_rows, hidden, work.table_rows, 1), (num_rows, work.table_rows, hidden, 1)]
+    return [*products, *head]
+
+
+def bench_drafter(
+    work: Workload, device: torch.device, *, chunk_rows: int, recompute: Recompute, repeats: int
+) -> dict[str, Any]:
+    """One row: forward and backward, and the optimizer step by itself."""
+    bench = DrafterBench(work, device, chunk_rows=chunk_rows, recompute=recompute)
+
+    def first() -> None:
+        for _ in range(2):
+            bench.forward_backward()
+            bench.forget()
+
+    compiled = compile_seconds(first, device) if device.type == "cuda" else {}
+    first()
+    reset_peak(device)
+    times = []
+    for _ in range(repeats):
+        times += alternate({"step": bench.forward_backward}, device, repeats=1)["step"]
+        bench.forget()
+    row: dict[str, Any] = spread(times)
+    row["tokens_per_s"] = round(work.tokens / row["ms"] * 1e3)
+    row["peak_gib"] = peak_gib(device)
+    row |= questions(bench.forward_backward, device) | compiled
+    bench.update()
+    updates = alternate({"update": bench.update}, device, repeats=repeats)["update"]
+    row["optimizer_ms"] = spread(updates)["ms"]
+    row["peak_gib_with_optimizer"] = peak_gib(device)
+    num_rows = bench.num_rows
+    bench.release()
+    reset_peak(device)
+    return row | product_shares(drafter_products(work, num_rows), row["ms"], device)

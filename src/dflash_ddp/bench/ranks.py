@@ -1,0 +1,76 @@
+"""Benchmarks of several ranks: start them under torchrun, meet, and bring back what each has measured."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dflash_ddp.control import Control
+from dflash_ddp.world import JobStore, World, init_world, plan_topology, read_launch
+
+HEARTBEAT_TIMEOUT_S = 60.0
+LIMIT_S = 540.0
+
+
+def run_ranks(module: str, options: dict[str, Any], *, num_ranks: int) -> list[dict[str, Any]]:
+    """Run `python -m module '<options>'` on `num_ranks` ranks; what each gave to `report`.
+
+    Raises:
+        SystemExit: a rank failed; its own words are on the screen.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc_per_node", str(num_ranks), "-m", module]
+        command.append(json.dumps(options | {"folder": folder}))
+        done = subprocess.run(command, check=False, timeout=LIMIT_S, stdout=sys.stderr)
+        if done.returncode:
+            raise SystemExit(done.returncode)
+        return [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(num_ranks)]
+
+
+def options_of_rank() -> dict[str, Any]:
+    """What `run_ranks` was given."""
+    return json.loads(sys.argv[1])
+
+
+def report(options: dict[str, Any], rank: int, row: dict[str, Any]) -> None:
+    """Give the parent what this rank has measured."""
+    (Path(options["folder"]) / f"{rank}.json").write_text(json.dumps(row))
+
+
+def join(num_targets: int, num_drafters: int, *, lane_ctas: int | None) -> tuple[World, Control]:
+    """Become a rank of a job that has this split, as training does."""
+    launch = read_launch()
+    topology = plan_topology(
+        num_targets=num_targets,
+        num_drafters=num_drafters,
+        colocated=False,
+        world_size=launch.world_size,
+        local_world_size=launch.local_world_size,
+    )
+    store = JobStore(launch)
+    control = Control(store, launch, topology, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S)
+    num_gpus = torch.cuda.device_count()
+    world = init_world(
+        topology,
+        launch,
+        store,
+        device_type="cuda" if num_gpus else "cpu",
+        share_gpu=0 < num_gpus < launch.world_size,
+        lane_ctas=lane_ctas,
+    )
+    return world, control
+
+
+def meet(*values: float) -> list[list[float]]:
+    """Wait for all ranks; the values that each has brought."""
+    mine = torch.tensor(values or (0.0,), dtype=torch.float64)
+    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    # Who meets: all ranks of the benchmark, over gloo.
+    dist.all_gather(everybody, mine)
+    return [value.tolist() for value in everybody]

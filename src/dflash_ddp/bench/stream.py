@@ -1,0 +1,117 @@
+"""The stream alone: real ranks, channel and transfers, but compute that only takes its time.
+
+Shows what the channel costs and whether it keeps all ranks busy, apart from the speed of any model: the ideal rate is
+min(sum over targets of 1 / target time, drafters / drafter time).
+"""
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dflash_ddp.bench.ranks import join, options_of_rank, report, run_ranks
+from dflash_ddp.channel import FeatureReceiver, FeatureSender, Routing
+from dflash_ddp.control import Control
+from dflash_ddp.world import World, close_world
+
+SLOT_BYTES = 2**20
+WARM_UP_ITEMS = 10
+
+
+def bench_stream(
+    *,
+    targets: int,
+    drafters: int,
+    target_ms: float,
+    drafter_ms: float,
+    slow_factor: float,
+    items: int,
+) -> dict[str, Any]:
+    """One row; target 0 takes `slow_factor` times as long as the others."""
+    options = {
+        "targets": targets,
+        "drafters": drafters,
+        "target_ms": target_ms,
+        "drafter_ms": drafter_ms,
+        "slow_factor": slow_factor,
+        "items": items,
+    }
+    rows = run_ranks("dflash_ddp.bench.stream", options, num_ranks=targets + drafters)
+    rate = min(row["items_per_s"] for row in rows[targets:]) * drafters
+    ideal = ideal_items_per_s(targets, drafters, target_ms, drafter_ms, slow_factor)
+    return {
+        "items_per_s": round(rate, 2),
+        "ideal_items_per_s": round(ideal, 2),
+        "share_of_ideal": round(rate / ideal, 3),
+        "items_of_targets": [row["items"] for row in rows[:targets]],
+    }
+
+
+def ideal_items_per_s(
+    targets: int, drafters: int, target_ms: float, drafter_ms: float, slow_factor: float
+) -> float:
+    """The rate if no rank ever waited for anything but the slower role."""
+    made = 1e3 / target_ms * (targets - 1 + 1 / slow_factor)
+    return min(made, 1e3 / drafter_ms * drafters)
+
+
+def send_items(world: World, control: Control, routing: Routing, options: dict[str, Any]) -> dict:
+    """A target's program."""
+    sender = FeatureSender(
+        world, control, routing, num_slots=2, slot_bytes=SLOT_BYTES, dtype="uint8"
+    )
+    slow = options["slow_factor"] if world.rank == 0 else 1.0
+    count = 0
+    while (claim := sender.acquire()) is not None:
+        time.sleep(options["target_ms"] * slow / 1e3)
+        claim.slot.fill_(claim.item % 251)
+        sender.send(claim, num_bytes=SLOT_BYTES, num_tokens=1, digest=claim.item)
+        count += 1
+    sender.drain()
+    return {"items": count}
+
+
+def receive_items(
+    world: World, control: Control, routing: Routing, options: dict[str, Any]
+) -> dict:
+    """A drafter's program."""
+    receiver = FeatureReceiver(
+        world, control, routing, num_slots=3, slot_bytes=SLOT_BYTES, dtype="uint8"
+    )
+    count, begin = 0, time.perf_counter()
+    while (received := receiver.receive()) is not None:
+        assert int(received.slot[0]) == received.item % 251
+        receiver.release(received)
+        time.sleep(options["drafter_ms"] / 1e3)
+        # Who meets: the drafter ranks, once an item, as DDP does.
+        dist.all_reduce(torch.ones(1), group=world.drafter_group)
+        count += 1
+        if count == WARM_UP_ITEMS:
+            begin = time.perf_counter()
+    elapsed = time.perf_counter() - begin
+    receiver.close()
+    return {"items": count, "items_per_s": (count - WARM_UP_ITEMS) / elapsed}
+
+
+def main() -> None:
+    """A rank's program."""
+    options = options_of_rank()
+    num_drafters = options["drafters"]
+    world, control = join(options["targets"], num_drafters, lane_ctas=4)
+    routing = Routing(
+        first_item=0,
+        num_items=options["items"],
+        route=lambda item: (item % num_drafters, item // num_drafters),
+        item_of=lambda drafter, sequence: sequence * num_drafters + drafter,
+    )
+    act = send_items if world.rank in world.topology.target_ranks else receive_items
+    report(options, world.rank, act(world, control, routing, options))
+    control.done()
+    control.wait_all_done()
+    close_world(world)
+    control.close()
+
+
+if __name__ == "__main__":
+    main()
