@@ -146,6 +146,15 @@ def drafter_seconds(shape: DrafterShape, config: Config, table_rows: int, gpu: G
     return (batch + step / config.microbatches) / config.tokens_per_batch
 
 
+def fixed_share(shape: DrafterShape, config: Config, table_rows: int) -> float:
+    """Part of a drafter's predicted time that does not depend on the anchors; time is linear in them."""
+    without = copy.deepcopy(config)
+    without.drafter.num_anchors = 0
+    gpu = GPUS["h200"]  # of little account in a ratio
+    none = drafter_seconds(shape, without, table_rows, gpu)
+    return none / drafter_seconds(shape, config, table_rows, gpu)
+
+
 def feature_bytes(shape: DrafterShape) -> int:
     """Bytes a token that cross a lane, bf16."""
     return 2 * shape.num_capture_layers * shape.hidden_size
@@ -231,19 +240,18 @@ def split_rates(gpus: int, target_rate: float, drafter_rate: float) -> Iterator[
     yield SplitRate(0, gpus, gpus * target_rate, gpus * drafter_rate)
 
 
-def balancing_anchors(split: SplitRate, anchors: int, seconds: tuple[float, float]) -> int | None:
+def balancing_anchors(split: SplitRate, anchors: int, fixed: float) -> int | None:
     """Anchors at which both roles of a split are as fast; None if it has none, or colocated.
 
     Args:
         split: with the rates at `anchors`.
         anchors: `drafter.num_anchors` of these rates.
-        seconds: of a drafter's token with these anchors and, extrapolated, with none; linear between.
+        fixed: `fixed_share` of a drafter's time.
     """
     if split.colocated:
         return None
-    with_anchors, without = seconds
-    wanted = split.drafters / split.target_rate  # seconds a token of one drafter rank
-    found = round(anchors * (wanted - without) / (with_anchors - without))
+    wanted = split.drafter_rate / split.target_rate  # of a drafter's time, in what it takes now
+    found = round(anchors * (wanted - fixed) / (1 - fixed))
     return found if found >= 1 else None
 
 

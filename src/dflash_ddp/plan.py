@@ -8,7 +8,6 @@ machine's device, with random weights, instead of predicting them. The last line
 the output is one JSON object.
 """
 
-import copy
 import json
 import statistics
 import sys
@@ -120,17 +119,13 @@ def make_plan(
         target_s, drafter_s = facts.target_seconds(gpu), facts.drafter_seconds(gpu)
     else:
         target_s, drafter_s = measured
-    without = copy.deepcopy(config)
-    without.drafter.num_anchors = 0
-    model = gpu or GPUS["h200"]  # only the ratio counts below
-    without_s = drafter_s * facts.drafter_seconds(model, without) / facts.drafter_seconds(model)
+    fixed = costs.fixed_share(facts.shape, config, facts.spec.table_rows)
     target_parts, drafter_parts = facts.target_memory(), facts.drafter_memory()
     both = costs.colocated_memory(target_parts, drafter_parts, config.split.depth)
     sums = sum(target_parts.values()), sum(drafter_parts.values())
     rows: list[dict[str, Any]] = []
     for split in costs.split_rates(gpus, 1 / target_s, 1 / drafter_s):
         needed = (both,) if split.colocated else sums
-        seconds = drafter_s, without_s
         rows.append(
             {
                 "split": split.name,
@@ -140,7 +135,7 @@ def make_plan(
                 "memory_gib": [round(n / GIB, 1) for n in needed],
                 "fits": None if gpu is None else all(costs.fits(n, gpu) for n in needed),
                 "balancing_anchors": costs.balancing_anchors(
-                    split, config.drafter.num_anchors, seconds
+                    split, config.drafter.num_anchors, fixed
                 ),
             }
         )

@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import assert_equal_state, rows, run, running, state
+from runs import all_rows, assert_equal_state, rows, run, running, state
 from targets import build_target, build_tokenizer
 
+from dflash_ddp import glossary
 from dflash_ddp.data.packing import Packing, packed_batch
 from dflash_ddp.data.rendering import RenderSettings
 from dflash_ddp.data.store import DocumentStore, prepare
@@ -99,6 +100,12 @@ def test_a_run_writes_every_step_and_both_ends(one_target):
     assert measured == [0, 3, 6]
     assert trained[-1]["train/loss"] < trained[0]["train/loss"]
     assert (one_target / "export" / "model.safetensors").is_file()
+
+
+def test_every_number_that_a_run_logs_is_in_the_glossary(one_target):
+    logged = {key for row in all_rows(one_target) for key in row}
+    assert {key for key in logged if glossary.find(key) is None} == set()
+    assert {"wait/drafter_share", "channel/slots_full", "heldout/slot_1"} <= logged
 
 
 @pytest.mark.parametrize(

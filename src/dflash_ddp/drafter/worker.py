@@ -26,6 +26,7 @@ from dflash_ddp.checkpoint import (
 )
 from dflash_ddp.compiling import require_compiler, use_cache
 from dflash_ddp.control import Control
+from dflash_ddp.costs import find_gpu
 from dflash_ddp.drafter.blocks import make_blocks, sample_anchors
 from dflash_ddp.drafter.heldout import tally_batch
 from dflash_ddp.drafter.inputs import HostInputs, host_inputs, to_device
@@ -41,6 +42,8 @@ from dflash_ddp.drafter.step import (
 )
 from dflash_ddp.drafter.steplog import StepLog
 from dflash_ddp.export import native_config, save_native
+from dflash_ddp.facts import read_facts
+from dflash_ddp.panel import make_setup
 from dflash_ddp.runlog import RunLog
 from dflash_ddp.schedule import Kind
 from dflash_ddp.startup import Run
@@ -54,6 +57,7 @@ class Features(Protocol):
     """Where a drafter's feature batches come from: the channel, or the rank itself."""
 
     wait_s: float
+    num_full: int
 
     def receive(self) -> Received | None:
         """The next feature batch of this drafter; None after its last."""
@@ -107,7 +111,10 @@ class DrafterWorker:
         self.sequence = 0
         self.log: RunLog | None = None
         if self.ordinal == 0:
-            self.log = RunLog(run.folder, config, first_step=run.found.first_step)
+            cuda = device.type == "cuda"
+            gpu = find_gpu(torch.cuda.get_device_name(device)) if cuda else None
+            setup = make_setup(read_facts(config), gpu)
+            self.log = RunLog(run.folder, config, setup, first_step=run.found.first_step)
             control.before_exit(self._close_log_after_error)
         self.steplog = StepLog(
             world,
@@ -165,7 +172,9 @@ class DrafterWorker:
             self.control.phase(f"train step {step}")
             lr = self._step(step)
             if self._logs_at(step + 1):
-                steplog.measure(step + 1, lr=lr, wait_s=self.features.wait_s)
+                steplog.measure(
+                    step + 1, lr=lr, wait_s=self.features.wait_s, slots_full=self.features.num_full
+                )
             else:
                 steplog.write()
         self.features.close()
