@@ -125,11 +125,11 @@ def test_the_panel_has_always_as_many_lines_and_keeps_the_last_value_of_each_key
     values = row(
         500, **{"train/loss": 2.0, "heldout/accept_length": 1.75, "memory/target_gib": 53.9}
     )
-    lines = block(values, setup(), 60.0, "do this")
+    lines = block(values, setup(), 60.0, "do this; or that")
     assert len(lines) == len(block({"step": 0}, setup(), None, None)) == LINES
     assert "held-out accept 1.750" in "".join(lines)
     assert "50.0%" in lines[1]
-    assert lines[-1] == "advice: do this"
+    assert lines[-2:] == ["advice: do this", "        or that"]
 
 
 def test_everything_shown_is_in_the_glossary():

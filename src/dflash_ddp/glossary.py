@@ -31,6 +31,10 @@ heldout/documents | documents | last | held-out documents measured
 heldout/slot_k | share | last | how often slot k is accepted, given that the slots before it were
 optim/lr | 1 | last | learning rate of the step
 optim/grad_norm | 1 | last | global gradient norm before the clip
+optim/bad_steps | steps | last | steps skipped so far because of a loss or gradient that is not finite
+checkpoint/stall_s | s | last | seconds that the last checkpoint held training up
+checkpoint/write_s | s | last | seconds that writing it took, beside training
+checkpoint/failed | checkpoints | last | checkpoints that could not be written so far
 speed/tokens_per_s | tokens/s | max | context tokens trained on a second, all ranks
 speed/step_s | s | min | seconds a step, without evaluation and checkpoints
 speed/mfu_target | share | max | operations of the captured layers over the vendor's dense bf16 rate of all target ranks

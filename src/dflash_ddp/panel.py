@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 PATIENCE = 5  # rows in a row
 WAITS = 0.2  # share of a step
-LINES = 6
+LINES = 7
 BAR = 30
 
 
@@ -169,13 +169,15 @@ def block(
     done = min(step / steps, 1.0)
     left = f"  ETA {duration(left_s)}" if left_s is not None else ""
     full = round(done * BAR)
+    first, _, second = (f"advice: {advice}" if advice else "").partition("; ")
     return [
         "─" * 60,
         f"step {step}/{setup.steps}  {'█' * full}{'░' * (BAR - full)}  {done:.1%}{left}",
         _shown(values, FIELDS[:5]),
         _shown(values, FIELDS[5:8]),
         _shown(values, FIELDS[8:]),
-        f"advice: {advice}" if advice else "",
+        first,
+        f"        {second}" if second else "",
     ]
 
 

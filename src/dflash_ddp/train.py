@@ -227,7 +227,10 @@ def play_roles(run: "Run", world: "World", control: "Control") -> str | None:
     worker = DrafterWorker(run, world, control, features)
     summary = worker.train()
     if worker.log is not None:
+        from dflash_ddp import report
+
         worker.log.close()
+        report.write_or_warn(run.folder)
     return summary_text(summary)
 
 

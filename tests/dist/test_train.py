@@ -100,6 +100,7 @@ def test_a_run_writes_every_step_and_both_ends(one_target):
     assert measured == [0, 3, 6]
     assert trained[-1]["train/loss"] < trained[0]["train/loss"]
     assert (one_target / "export" / "model.safetensors").is_file()
+    assert "heldout/accept_length" in (one_target / "report.html").read_text()
 
 
 def test_every_number_that_a_run_logs_is_in_the_glossary(one_target):
