@@ -76,7 +76,10 @@ def derived(row: dict[str, Any], setup: Setup) -> dict[str, Any]:
     found = (
         {}
         if setup.colocated
-        else {f"wait/{role}_share": row[f"wait/{role}"] / step_s for role in ("target", "drafter")}
+        else {
+            f"wait/{role}_share": min(row[f"wait/{role}"] / step_s, 1.0)
+            for role in ("target", "drafter")
+        }
     )
     if setup.peak_flops:
         targets, drafters = setup.targets * setup.peak_flops, setup.drafters * setup.peak_flops

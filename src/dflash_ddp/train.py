@@ -4,13 +4,13 @@
     python -m dflash_ddp.train [key=value ...]                          starts torchrun for the split by itself
     python -m dflash_ddp.train --multirun optim.lr=3e-4,6e-4            a sweep: a fresh torchrun for each job
 
+`torchrun ... -m dflash_ddp.train --multirun ...` on one node does the same: its rank 0 starts the jobs, one by one.
+
 A run is two programs: target ranks stream context features, drafter ranks learn from them.
 """
 
 import io
 import os
-import signal
-import subprocess
 import sys
 import time
 from functools import partial
@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 
 from dflash_ddp.config import Config, ConfigError
 from dflash_ddp.settings import parse
+from dflash_ddp.sweeps import note_job, run_job
 
 if TYPE_CHECKING:  # settings are checked before torch is loaded
     from dflash_ddp.control import Control
@@ -37,21 +38,38 @@ RANK_0_FIRST_S = 10.0  # what every rank finds is said by rank 0, and only if it
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="train")
-def main(tree: DictConfig) -> None:
-    """Compose, check, and become a rank or start the ranks."""
+def main(tree: DictConfig) -> float | None:
+    """Compose, check, and become a rank or start the ranks; a job of a sweep gives its accept length."""
     sys.stderr = sys.__stderr__  # `start` may have held Hydra's words back
+    multirun = HydraConfig.get().mode is RunMode.MULTIRUN
+    if multirun:
+        leave_sweep_to_rank_0()
     try:
         config = parse(tree)
     except ConfigError as error:
-        refuse(error)
+        if not multirun:
+            refuse(error)
+        tell(error)  # a job that cannot work leaves the others of its sweep alone
+        return note_job(USER_ERROR)
     if config.dry_run:
         check_only(config)
-    elif "RANK" not in os.environ:
-        relaunch(config)
-    elif HydraConfig.get().mode is RunMode.MULTIRUN:
-        refuse("--multirun under torchrun would mix jobs; use python -m dflash_ddp.train")
-    else:
+    elif "RANK" in os.environ and not multirun:
         run_rank(config)
+    else:
+        return relaunch(config)
+    return None
+
+
+def leave_sweep_to_rank_0() -> None:
+    """A sweep under torchrun is rank 0's: it starts a fresh torchrun for each job, and nobody else anything.
+
+    Raises:
+        SystemExit: with 0 on other ranks.
+    """
+    if os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE"):
+        refuse("--multirun under a torchrun of several nodes: start one torchrun for each job")
+    if os.environ.get("RANK", "0") != "0":
+        raise SystemExit(0)
 
 
 def start() -> None:
@@ -111,29 +129,20 @@ def check_only(config: Config) -> None:
         raise SystemExit(USER_ERROR)
 
 
-def relaunch(config: Config) -> None:
-    """Become torchrun with the processes that the split asks for; of a sweep, wait for each job.
-
-    Raises:
-        SystemExit: torchrun's exit code, if it is not 0.
-    """
+def relaunch(config: Config) -> float | None:
+    """Become torchrun with the processes that the split asks for; of a sweep, wait for each job."""
     hydra_config = HydraConfig.get()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", str(config.world_size), "-m", "dflash_ddp.train"]
     for source in hydra_config.runtime.config_sources:
         if source.provider == "command-line":
             command += ["--config-dir", source.path]
-    command += list(hydra_config.overrides.task)
-    command += ["hydra.mode=RUN", "hydra.run.dir=."]
-    if hydra_config.mode is RunMode.MULTIRUN:  # each job of a sweep has a directory of its own
-        command.append(f"output_dir='{hydra_config.runtime.output_dir}'")
+    command += [*hydra_config.overrides.task, "hydra.mode=RUN", "hydra.run.dir=."]
     sys.stderr.flush()
     if hydra_config.mode is not RunMode.MULTIRUN:
         os.execv(sys.executable, command)  # torchrun takes this process's place, and its signals
-    child = subprocess.Popen(command)
-    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-    if code := child.wait():
-        raise SystemExit(code)
+    folder = Path(hydra_config.runtime.output_dir)  # each job of a sweep has a directory of its own
+    return note_job(run_job([*command, f"output_dir='{folder}'"]))
 
 
 def run_rank(config: Config) -> None:
