@@ -17,7 +17,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
 JOBS_FILE = "jobs.jsonl"
 COLUMNS = (
@@ -116,7 +116,13 @@ class Sweep(Callback):
     """Hydra's hook around a sweep."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Forget the jobs of an earlier sweep in the same folder."""
+        """Forget the jobs of an earlier sweep in the same folder; tell Optuna what a good job is."""
+        if (
+            "direction" in config.hydra.sweeper
+        ):  # Optuna's, which else minimises, and ends at a failure
+            with read_write(config):
+                config.hydra.sweeper.direction = "maximize"
+                config.hydra.sweeper.max_failure_rate = 1.0
         if os.environ.get("RANK", "0") == "0":
             (Path(config.hydra.sweep.dir) / JOBS_FILE).unlink(missing_ok=True)
 
