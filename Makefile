@@ -14,8 +14,8 @@ install: .venv/installed ## make .venv with the package and what the tests need
 .venv/installed: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q $(CONSTRAINTS) -e '.[dev]'
-	# z-lab's reference, for tests only; its exact pins would replace our torch and transformers.
-	$(BIN)/pip install -q --no-deps dflash==0.1.0
+	# Other readers of our drafters, for tests only; their pins would replace our torch and transformers.
+	$(BIN)/pip install -q --no-deps dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0
 	touch $@
 
 demo: install ## train a drafter on real text on this machine's CPU, 2 minutes

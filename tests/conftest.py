@@ -2,7 +2,17 @@
 
 import os
 
+import pytest
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory):
+    """Target, text and a place for small runs."""
+    from material import make_material
+
+    return make_material(tmp_path_factory.mktemp("runs"))

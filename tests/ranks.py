@@ -5,7 +5,8 @@ a TCPStore on a free port, held by the test process (as torchrun's agent does) o
 one `Outcome` a rank. A watchdog sees to it that nothing outlives `run_ranks`: after `limit_s` every
 process prints where its threads are and is killed.
 
-Processes come from a fork server that has imported torch once, so a rank starts in some 50 ms.
+Processes come from a fork server that has imported torch and the package once, so a rank starts in
+some 50 ms.
 """
 
 import faulthandler
@@ -29,7 +30,7 @@ import torch.distributed as dist
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "training"])
 
 
 @dataclass

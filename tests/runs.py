@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 MODULE = ["-m", "dflash_ddp.train"]
 _MARK = "DFLASH_TEST_MARK"
-_TIMES = ("speed/", "wait/", "channel/", "memory/")  # keys that differ between any two runs
+# Keys of a row that differ between any two runs.
+_TIMES = ("speed/", "wait/", "checkpoint/", "channel/", "memory/")
 
 
 class Ended(NamedTuple):

@@ -67,3 +67,29 @@ def test_tally_is_a_mean_over_documents_and_adds_over_ranks():
     assert total.standard_error == pytest.approx(1.0)
     assert total.slot_acceptance() == [pytest.approx(2 / 3), 0.5, 1.0]
     assert AcceptTally.empty(4).accept_length is None
+
+
+def test_the_chart_has_a_bar_a_slot_as_long_as_the_share_of_calls():
+    """Bars and one, the target's own token, add up to the mean of all calls."""
+    tally = AcceptTally.empty(4)
+    tally.add([4, 2, 1, 1])
+    title, *bars = tally.chart().splitlines()
+    assert "4 target calls" in title
+    assert [bar.count("█") for bar in bars] == [30, 15, 15]
+    assert [bar.split()[2] for bar in bars] == ["50%", "25%", "25%"]
+    assert 1 + sum(bar.count("█") for bar in bars) / 60 == (4 + 2 + 1 + 1) / 4
+    assert AcceptTally.empty(4).chart().count("0%") == 3
+
+
+def test_a_walk_over_text_that_the_target_did_not_write_has_another_name():
+    tally = AcceptTally.empty(4)
+    tally.add([4, 2, 1, 1])
+    tally.add([2, 2])
+    own, text = tally.metrics(generated=True), tally.metrics(generated=False)
+    assert own["heldout/accept_length"] == text["heldout/walk_on_text"] == 2.0
+    assert "heldout/walk_on_text" not in own
+    assert "heldout/accept_length" not in text
+    lengths = [own[f"heldout/length_{k}"] for k in (1, 2, 3, 4)]
+    assert lengths == pytest.approx([2 / 6, 3 / 6, 0, 1 / 6])
+    assert own["heldout/documents"] == 2
+    assert set(AcceptTally.empty(4).metrics(generated=True).values()) == {None, 0}

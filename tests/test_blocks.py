@@ -5,8 +5,10 @@ import pytest
 from drafters import tiny_batch
 
 from dflash_ddp.batch import PackedBatch
+from dflash_ddp.config import LossConfig, PositionWeight
 from dflash_ddp.drafter.blocks import (
     anchor_candidates,
+    decay_gamma,
     make_blocks,
     position_weights,
     sample_anchors,
@@ -126,6 +128,14 @@ def test_position_weights_of_the_paper():
     assert position_weights(10, 5.0).sum() == pytest.approx(4.6048, abs=1e-3)
     assert position_weights(8, 4.0).sum() == pytest.approx(3.7352, abs=1e-3)
     assert position_weights(4, None).tolist() == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("size", "gamma"), [(16, 7), (10, 5), (8, 4), (4, 2), (12, 17 / 3)])
+def test_gamma_follows_the_block_size_unless_it_is_set(size, gamma):
+    assert decay_gamma(LossConfig(), size) == pytest.approx(gamma)
+    assert decay_gamma(LossConfig(position_gamma=3.0), size) == 3.0
+    for other in (PositionWeight.uniform, PositionWeight.dpace):
+        assert decay_gamma(LossConfig(position_weight=other, position_gamma=3.0), size) is None
 
 
 def test_slots_and_weight_sum_agree_with_the_blocks():

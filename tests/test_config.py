@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from dflash_ddp.config import Config, ConfigError, Recompute, Wandb
+from dflash_ddp.config import Config, ConfigError, PositionWeight, Recompute, Wandb
 from dflash_ddp.settings import parse, problems, resolved
 from dflash_ddp.train import CONF_DIR
 
@@ -76,6 +76,8 @@ def test_readme_and_files_state_the_same_defaults():
         ("steps=0", ["steps=0", ">= 1"]),
         ("optim.lr=-1", ["optim.lr=-1", "> 0"]),
         ("optim.lr=nan", ["optim.lr", "> 0"]),
+        ("loss.dpace_alpha=1.5", ["loss.dpace_alpha=1.5", "0..1"]),
+        ("loss.position_gamma=0", ["loss.position_gamma=0", "> 0"]),
         ("optim.warmup_share=2", ["optim.warmup_share=2", "0..1"]),
         ("drafter.block_size=1", ["drafter.block_size=1", "2..128"]),
         ("tokens_per_batch=1000", ["tokens_per_batch=1000", "multiple of 128"]),
@@ -113,7 +115,7 @@ def test_all_problems_are_named_at_once():
 def test_choices_are_written_as_documented():
     assert load("loss.recompute=non_reentrant").loss.recompute is Recompute.non_reentrant
     assert load("loss.recompute=none").loss.recompute is Recompute.none
-    assert load("loss.position_gamma=null").loss.position_gamma is None
+    assert load("loss=dpace").loss.position_weight is PositionWeight.dpace
     assert resolved(load())["logging"]["wandb"] == "offline"
 
 

@@ -19,7 +19,7 @@ from drafters import (
 )
 
 from dflash_ddp.drafter.model import FULL, SLIDING, DrafterShape
-from dflash_ddp.export import CONFIG_FILE, load_native, load_shape, native_config, save_native
+from dflash_ddp.native import CONFIG_FILE, load_native, load_shape, native_config, save_native
 
 zlab = pytest.importorskip("dflash.model", reason="z-lab's reference: pip install --no-deps dflash")
 

@@ -5,7 +5,12 @@ import torch
 from drafters import tiny_drafter, tiny_shape
 
 from dflash_ddp.config import OptimConfig
-from dflash_ddp.drafter.optim import clip_gradients, lr_multiplier, make_optimizer
+from dflash_ddp.drafter.optim import (
+    clip_gradients,
+    lr_multiplier,
+    make_optimizer,
+    step_if_finite,
+)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 25, 1000])
@@ -46,3 +51,46 @@ def test_clip_is_on_the_global_norm():
     assert clip_gradients(model.parameters(), 1.0).item() == pytest.approx(count**0.5)
     total = sum(p.grad.square().sum().item() for p in model.parameters())
     assert total == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_with_a_bad_gradient_changes_nothing(bad):
+    """Not the masters, moments or count: what follows equals a run without that step, bit for bit."""
+    models = [tiny_drafter(tiny_shape(), seed=1) for _ in range(2)]
+    optimizers = [make_optimizer(model, OptimConfig(weight_decay=0.1)) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        torch.manual_seed(0)
+        for step in range(5):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            if step == 2 and model is models[1]:
+                continue
+            if step == 2:
+                model.norm.weight.grad[0] = bad
+            step_if_finite(optimizer, clip_gradients(model.parameters(), 1.0))
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        states = optimizers[0].state[ours], optimizers[1].state[theirs]
+        assert states[0]["step"] == states[1]["step"] == 4
+        assert torch.equal(states[0]["exp_avg_sq"], states[1]["exp_avg_sq"])
+
+
+def test_adamw_is_that_of_torch_for_loops():
+    """The fused kernel against the plain one."""
+    models = [tiny_drafter(tiny_shape(), seed=1) for _ in range(2)]
+    config = OptimConfig(weight_decay=0.1, lr=1e-2)
+    fused = make_optimizer(models[0], config)
+    groups = [{**group, "params": []} for group in fused.param_groups]
+    for group in groups:
+        wanted = 1 if group["weight_decay"] == 0 else 2
+        group["params"] = [p for p in models[1].parameters() if p.dim() == wanted]
+        group.update(fused=False, foreach=False)
+    plain = torch.optim.AdamW(groups, fused=False, foreach=False)
+    for model, optimizer in zip(models, (fused, plain), strict=True):
+        torch.manual_seed(0)
+        for _ in range(4):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)

@@ -16,6 +16,8 @@ import numpy as np
 
 from dflash_ddp.batch import PackedBatch
 
+CHART_WIDTH = 60  # characters of a bar that is always accepted
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -107,6 +109,37 @@ class AcceptTally:
         mean = self.total / self.documents
         variance = max(self.squares / self.documents - mean * mean, 0.0)
         return float(np.sqrt(variance / (self.documents - 1)))
+
+    def metrics(self, *, generated: bool) -> dict[str, float | None]:
+        """What an evaluation logs; `length_k`: share of target calls that yielded k tokens.
+
+        Args:
+            generated: the target itself wrote the answers, greedily. Only then is the walk the
+                accept length of decoding; over other text the same figure has another name.
+        """
+        name = "accept_length" if generated else "walk_on_text"
+        calls = self.histogram.sum()
+        shares = self.histogram / calls if calls else [None] * len(self.histogram)
+        return (
+            {
+                f"heldout/{name}": self.accept_length,
+                "heldout/standard_error": self.standard_error,
+                "heldout/documents": self.documents,
+            }
+            | {f"heldout/slot_{k}": share for k, share in enumerate(self.slot_acceptance(), 1)}
+            | {f"heldout/length_{k}": share for k, share in enumerate(shares) if k}
+        )
+
+    def chart(self) -> str:
+        """For people: a bar a slot, the share of target calls in which its draft was accepted."""
+        calls = self.histogram.sum()
+        accepted = self.histogram[::-1].cumsum()[::-1][2:] / max(calls, 1)
+        bars = [
+            f"  slot {k:>2}  {share:4.0%}  {'█' * round(CHART_WIDTH * share)}"
+            for k, share in enumerate(accepted, 1)
+        ]
+        title = f"drafts accepted, of {int(calls):,} target calls on held-out text"
+        return "\n".join([title, *bars])
 
     def slot_acceptance(self) -> list[float | None]:
         """For slots 1..B-1: how often the slot is accepted, given that the one before was."""

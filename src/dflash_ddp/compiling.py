@@ -5,11 +5,23 @@ misleads compiled code in another. Here every process has one role and calls com
 thread alone; `require_main_thread` keeps it so.
 """
 
+import fcntl
+import hashlib
+import logging
 import os
+import tempfile
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+logger = logging.getLogger(__name__)
 
 
 def require_main_thread(what: str) -> None:
@@ -43,24 +55,95 @@ def require_compiler() -> None:
 
 
 def cache_directory() -> Path:
-    """Folder of compiled code for this user, by versions of torch and GPU."""
+    """Folder of compiled code for this user, by versions and GPU."""
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    versions = [f"torch{torch.__version__}"]
+    versions = [f"torch{torch.__version__}", f"transformers{version('transformers')}"]
     if torch.cuda.is_available():
         versions.append(torch.cuda.get_device_name(0).replace(" ", "-"))
     return Path(root) / "dflash_ddp" / "-".join(versions)
 
 
-def use_cache() -> bool:
-    """Keep compiled code in `cache_directory`; whether it held any (a warm start).
+def use_cache() -> Path:
+    """Keep compiled code in `cache_directory`, or for this process only where nobody may write.
 
     Variables that the user has set win. Call before anything is compiled.
     """
     folder = cache_directory()
-    warm = folder.is_dir() and any(folder.iterdir())
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
-    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
-    os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
-    os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "1")
-    return warm
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        logger.warning("compiled code is not kept for the next start: %s", error)
+        folder = Path(tempfile.mkdtemp(prefix="dflash_ddp-"))
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") == default_cache_dir():
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]  # torch has filled it in, not the user
+    for name, value in {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    return folder
+
+
+def compile_now(what: str, graphs: str, run: Callable[[], None]) -> None:
+    """Compile by running once: of all processes of a node one compiles, the others read from the cache.
+
+    Losing or breaking the cache costs time only: what cannot be read is compiled again.
+
+    Args:
+        what: for the log.
+        graphs: names all that decides what is compiled; equal for ranks that compile the same.
+        run: calls the compiled code with its real shapes.
+    """
+    require_main_thread(what)
+    start, before = time.monotonic(), _cache_counts()
+    key = hashlib.sha256(graphs.encode()).hexdigest()[:16]
+    with _turn_to_compile(use_cache(), key):
+        try:
+            run()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            read, _ = _cache_counts()
+            if read == before[0]:
+                raise  # nothing came from the cache, so it is not to blame
+            logger.warning("compiled code from the cache fails (%s): compiling again", error)
+            folder = tempfile.mkdtemp(prefix="dflash_ddp-")
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
+            os.environ["TRITON_CACHE_DIR"] = f"{folder}/triton"
+            torch.compiler.reset()
+            run()
+    read, made = (after - b for after, b in zip(_cache_counts(), before, strict=True))
+    logger.info(
+        "compiled code of %s: cache %s, %d graphs read, %d compiled, %.1f s",
+        what,
+        "miss" if made else "hit",
+        read,
+        made,
+        time.monotonic() - start,
+    )
+
+
+def _cache_counts() -> tuple[int, int]:
+    """Graphs read from the cache, and compiled, in this process so far."""
+    found = counters["inductor"]
+    made = found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"]
+    return found["fxgraph_cache_hit"], made
+
+
+@contextmanager
+def _turn_to_compile(folder: Path, key: str) -> Iterator[None]:
+    """Alone until somebody has compiled `key` on this machine; together after that."""
+    done = folder / f"{key}.done"
+    if done.exists():
+        yield
+        return
+    with (folder / f"{key}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released if its holder dies
+        if done.exists():
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        yield
+        done.touch()

@@ -43,12 +43,31 @@ class Recompute(Enum):
     none = "none"
 
 
+class PositionWeight(Enum):
+    """What a slot's loss counts."""
+
+    decay = "decay"
+    uniform = "uniform"
+    dpace = "dpace"
+
+
 class Wandb(Enum):
     """Where wandb writes."""
 
     online = "online"
     offline = "offline"
     disabled = "disabled"
+
+
+class Export(Enum):
+    """Which drafter a run ends with."""
+
+    best = "best"
+    last = "last"
+
+
+OnError = Enum("OnError", {"continue": "continue", "stop": "stop"})
+OnError.__doc__ = """What follows when a checkpoint cannot be written."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,6 +118,8 @@ class DrafterConfig:
     """Window of sliding layers, tokens, the query counted; >= 1."""
     is_causal: bool | None = None
     """Inside a block: true or false for all layers; null: causal on sliding layers only (z-lab)."""
+    init_from: str | None = None
+    """Native folder whose weights to start from; shape and semantics must be this drafter's."""
     mask_token_id: int | None = None
     """Row of the target's table that fills the block; null: chosen by the target's family."""
     dtype: Dtype = Dtype.auto
@@ -121,6 +142,9 @@ class DataConfig:
     """Like `path`: rows to measure accept length on; never trained on."""
     heldout_split: str = "test"
     """Split of a held-out hub data set."""
+    heldout_generated: bool = False
+    """The target itself wrote the held-out answers, greedily. Without, their walk is logged as
+    `heldout/walk_on_text`: no accept length. `python -m dflash_ddp.evaluate` checks it."""
     max_length: int = 4096
     """Tokens of a document; longer ones are cut; <= tokens_per_batch."""
     enable_thinking: bool | None = None
@@ -171,6 +195,8 @@ class OptimConfig:
     """Of matrices; >= 0."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; > 0."""
+    max_bad_steps: int = 10
+    """So many steps in a row whose loss or gradient is not finite end the run; fewer are left out; >= 1."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -179,10 +205,15 @@ class LossConfig:
 
     recompute: Recompute = Recompute.auto
     """auto | in_forward | reentrant | non_reentrant | none: how its gradient is made; all are equal."""
-    position_gamma: float | None = 7.0
-    """Slot k weighs exp(-(k-1)/gamma); > 0; null: all alike. 7 for block 16, 5 for 10, 4 for 8."""
+    position_weight: PositionWeight = PositionWeight.decay
+    """decay: slot k weighs exp(-(k-1)/gamma) | uniform | dpace: by what the drafter itself finds
+    likely (D-PACE)."""
+    position_gamma: float | None = None
+    """Of `decay`; > 0; null: by block size, 7 for 16, 5 for 10, 4 for 8."""
+    dpace_alpha: float = 0.5
+    """Of `dpace`: added confidence, so that a hopeless slot does not void those after it; 0..1."""
     chunk_rows: int = 4096
-    """Slots whose logits exist at a time; >= 1."""
+    """Slots whose logits exist at a time, at most; >= 1. Chunks are made equal."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -217,6 +248,14 @@ class CheckpointConfig:
     """Steps between checkpoints; 0: only at the end."""
     keep_last: int = 3
     """Newest checkpoints kept; >= 1."""
+    keep_every: int = 0
+    """Checkpoints at multiples of so many steps are kept for good; 0: none."""
+    export: Export = Export.best
+    """best: export/ is the drafter with the highest held-out accept length, whose checkpoint is kept | last."""
+    on_error: OnError = OnError["continue"]
+    """continue: a checkpoint that cannot be written is reported and tried again with the next | stop: end the run."""
+    upload: str | None = None
+    """Also copy checkpoints and export/ there, in the background: s3://bucket/prefix or any address of fsspec."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -239,6 +278,8 @@ class Config:
     """Packed batches of one optimizer step, over all drafter ranks; a multiple of split.drafters."""
     resume: str = "auto"
     """auto: go on from the newest complete checkpoint, if any | none | a checkpoint's folder."""
+    max_hours: float | None = None
+    """Save and end after so many hours, as on SIGTERM; > 0; null: no limit. Leave time for the last save."""
     device: Device = Device.auto
     """auto | cuda | cpu."""
     dry_run: bool = False

@@ -4,6 +4,7 @@ In: what a rank does (phase, claims, credits) and what went wrong. Out: the same
 store holds these keys; numbers are counters that only grow:
 
     beat/{rank}      each second: "counter|phase"; a counter that stands still is a dead rank
+    pid/{rank}       its process: ranks of its node see at once when that is gone
     done/{rank}      this rank needs nobody any more, and is not watched from here on
     left             ranks that have stopped to watch; the holder of the store leaves last
     abort            why the job ends; the first cause stays
@@ -13,12 +14,14 @@ store holds these keys; numbers are counters that only grow:
     count/{d}        headers written for drafter d
     header/{d}/{n}   the n-th of them: a batch lies complete on its target rank
     drained          targets that will send nothing more
+    ask/{what}       somebody wishes to "stop" or to "save"; the first drafter rank takes it out
     stop             the stream ends before this item
 
 Invariants. No call here waits inside the store (that would hold the client's lock); each thread has
 a client of its own. Nothing has a time limit but the heartbeats: while every rank beats, waiting is
-right. A rank that sees `abort` prints the first cause and ends by `os._exit`, from a thread of its
-own, since the main thread may sit in a call that never returns.
+right. A store that falls silent is found by a thread that does not ask it. A rank that sees `abort`
+prints the first cause and ends by `os._exit`, from a thread of its own, since the main thread may
+sit in a call that never returns.
 """
 
 import json
@@ -29,11 +32,14 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from dflash_ddp.config import ConfigError
+from dflash_ddp.failures import write_failure
+from dflash_ddp.peers import Peers
 from dflash_ddp.world import JobStore, Launch, Topology
 
 logger = logging.getLogger(__name__)
@@ -94,23 +100,28 @@ class Control:
             start_timeout_s: the same for a rank that has never beaten.
         """
         self.rank, self.topology = launch.rank, topology
+        self.started_at = time.monotonic()
         self._job_store, self._hosts_store = store, launch.hosts_store
         # Whoever may take the store away by its exit leaves the others time to read the cause.
         takes_store = self._hosts_store or launch.local_world_size < launch.world_size
         self._linger_s = 1.5 if takes_store and launch.world_size > 1 else 0.0
-        self._limits_s = (heartbeat_timeout_s, start_timeout_s)
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._clients = [store.client("control") for _ in range(_NUM_CLIENTS)]
         self._local = threading.local()
         self._dying = threading.Lock()
         self._before_exit: list[Callable[[], object]] = []
+        self._causes: list[str] = []  # found by this rank, whether first or not
         self._phase = "start"
-        # Rank -> its last beat, and when this rank first saw it.
-        now = time.monotonic()
-        self._peers = {r: ("", now) for r in range(topology.world_size) if r != self.rank}
+        self.failure_folder: Path | None = None
+        """Where failure.json goes; None until the run has claimed its folder."""
+        self._restart = launch.restart_count
+        self._rounds = 0  # of the watcher
+        self._peers = Peers(launch, topology, beat_s=heartbeat_timeout_s, start_s=start_timeout_s)
         self._all_done = False
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._watcher.start()
+        threading.Thread(target=self._watch_store, name="watch store", daemon=True).start()
 
     @property
     def _store(self) -> Store:
@@ -128,10 +139,7 @@ class Control:
 
     def phases(self) -> str:
         """Return what the other ranks did at their last beat, in one line."""
-        return "; ".join(
-            f"{self.topology.describe(rank)}: {beat.partition('|')[2] or 'not started'}"
-            for rank, (beat, _) in self._peers.items()
-        )
+        return "; ".join(f"{rank}: {phase}" for rank, phase in self._peers.phases().items())
 
     def before_exit(self, callback: Callable[[], object]) -> None:
         """Call this (flush a log) when the job is ended by an error. All together get 3 s."""
@@ -152,17 +160,17 @@ class Control:
     def _silent_peers(self) -> str:
         """Find out who is gone when torch only says that somebody is: whose beat stands still."""
         time.sleep(4 * _BEAT_S)
-        still = time.monotonic() - 2.6 * _BEAT_S
-        silent = [self.topology.describe(r) for r, (_, t) in self._peers.items() if t < still]
+        silent = self._peers.silent(2.6 * _BEAT_S)
         return f" (no heartbeat from: {', '.join(silent)})" if silent else ""
 
     def abort(self, cause: str, trace: str = "") -> NoReturn:
         """End the job. The first cause of all ranks wins: every rank ends with that one."""
+        self._causes.append(cause)
         try:
             first = self._store.compare_set("abort", "", f"{cause}\n{trace[-1500:]}").decode()
         except RuntimeError as error:
             first = self._lost_store(error)
-        self._die(first, own=cause)
+        self._die(first)
 
     def _lost_store(self, error: RuntimeError) -> str:
         return (
@@ -170,13 +178,27 @@ class Control:
             f"process that holds it has ended, or the network broke ({error})"
         )
 
-    def _die(self, first: str, own: str = "") -> NoReturn:
-        """Print the first cause, once, and leave."""
+    def _die(self, first: str) -> NoReturn:
+        """Print the first cause, once, and leave; any thread may come here first."""
         with self._dying:
-            if own or self.topology.speaks(self.rank):  # eight ranks need not all say the same
+            if self._causes or self.topology.speaks(
+                self.rank
+            ):  # eight ranks need not all say the same
                 logger.critical("the job ends: %s", first.strip())
-            if not first.startswith(own):
-                logger.critical("at the same time here: %s", own)
+            for own in self._causes:
+                if not first.startswith(own):
+                    logger.critical("at the same time here: %s", own)
+            found_here = any(first.startswith(own) for own in self._causes)
+            if found_here and self.failure_folder is not None:
+                cause, _, trace = first.partition("\n")
+                phases = {self.topology.describe(self.rank): self._phase} | self._peers.phases()
+                write_failure(
+                    self.failure_folder,
+                    cause=cause,
+                    trace=trace,
+                    phases=phases,
+                    restart=self._restart,
+                )
             flush = threading.Thread(target=lambda: [f() for f in self._before_exit], daemon=True)
             flush.start()
             flush.join(3.0)
@@ -188,37 +210,38 @@ class Control:
         count, beaten, next_beat = 0, "", 0.0
         while not self._closing.wait(_ABORT_POLL_S if count else 0):
             try:
+                if not count:
+                    self._store.set(f"pid/{self.rank}", str(os.getpid()))
                 if self._store.check(["abort"]):
                     self._die(self._store.get("abort").decode())
                 due = time.monotonic() >= next_beat
                 if due or self._phase != beaten:
                     count, beaten = count + 1, self._phase
                     self._store.set(f"beat/{self.rank}", f"{count}|{beaten}")
+                cause = self._peers.gone(self._store)
                 if due:
                     next_beat = time.monotonic() + _BEAT_S
-                    self._look_at_peers()
+                    cause = cause or self._peers.lost(self._store)
+                if cause is not None:
+                    self.abort(cause)
+                self._rounds += 1
             except RuntimeError as error:
                 if self._all_done:
                     return
                 lost = self._lost_store(error)
-                self._die(lost, own=lost)
+                self._causes.append(lost)
+                self._die(lost)
 
-    def _look_at_peers(self) -> None:
-        """Read all beats, then judge: so a rank that was frozen itself blames nobody."""
-        known = [r for r in self._peers if self._peers[r][0] or self._store.check([f"beat/{r}"])]
-        beats = self._store.multi_get([f"beat/{r}" for r in known]) if known else []
-        for rank, beat in zip(known, (beat.decode() for beat in beats), strict=True):
-            if beat != self._peers[rank][0]:
-                self._peers[rank] = (beat, time.monotonic())
-        now = time.monotonic()
-        for rank, (beat, since) in self._peers.items():
-            limit_s = self._limits_s[0 if beat else 1]
-            if now - since > limit_s and not self._store.check([f"done/{rank}"]):
-                last = f"last phase '{beat.partition('|')[2]}'" if beat else "it never started"
-                self.abort(
-                    f"{self.topology.describe(rank)} has no heartbeat for {limit_s:.0f} s ({last}):"
-                    f" dead, frozen, or its node is gone; seen by rank {self.rank}"
-                )
+    def _watch_store(self) -> None:
+        """End if the store does not answer: its host is frozen, so no call of the watcher returns."""
+        seen, seconds = 0, 0.0
+        while not self._closing.wait(_BEAT_S):
+            # Counted in waits that came back: if this process was frozen, few did.
+            seen, seconds = self._rounds, seconds + _BEAT_S if seen == self._rounds else 0.0
+            if seconds > self._heartbeat_timeout_s:
+                silent = f"the job's store has not answered for {seconds:.0f} s"
+                self._causes.append(silent)
+                self._die(silent)
 
     # Start and end of the run.
 
@@ -245,6 +268,18 @@ class Control:
                 reported = time.monotonic()
                 logger.info("waiting %.0f s for %s (%s)", reported - start, what, self.phases())
             time.sleep(10 * POLL_S)
+
+    def ask(self, what: str, told: str) -> None:
+        """Wish for a "stop" or a "save", because of `told`; see `dflash_ddp.stopping`."""
+        self._store.set(f"ask/{what}", told)
+
+    def asked(self, what: str) -> str | None:
+        """Take such a wish out of the store; None if there is none."""
+        if not self._store.check([f"ask/{what}"]):
+            return None
+        told = self._store.get(f"ask/{what}").decode()
+        self._store.delete_key(f"ask/{what}")
+        return told
 
     def done(self) -> None:
         """Say that this rank needs nobody any more; its heart is not watched from here on."""

@@ -1,161 +1,155 @@
-"""The native DFlash folder: `config.json` and `model.safetensors`, as z-lab's class and the servers read them.
+"""A run's drafter as a folder of its own, with a model card; nothing is written that does not load back.
 
-Weights carry z-lab's names, without prefix, without the target's embedding and head. The configuration writes every
-value that a reader might default: both forms of the rope base, the block size at both places, explicit layers.
+python -m dflash_ddp.export run=outputs/mine out=DIR [format=native|speculators] [drafter=<checkpoint>]
 """
 
+import filecmp
 import json
+import shutil
+import sys
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
-from dflash_ddp.config import DrafterConfig
-from dflash_ddp.drafter.model import FULL, SLIDING, Drafter, DrafterShape
-from dflash_ddp.target.tables import TargetSpec
+from dflash_ddp.config import ConfigError
+from dflash_ddp.drafter.model import Drafter
+from dflash_ddp.model_card import heldout_row, model_card
+from dflash_ddp.native import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    load_capture_layers,
+    load_shape,
+    newest_drafter,
+    save_native,
+)
+from dflash_ddp.settings import command_line, parse
+from dflash_ddp.speculators_format import check, problems, speculators_config
+from dflash_ddp.target.tables import read_config
 
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+
+class Format(Enum):
+    """Of an export."""
+
+    native = "native"
+    speculators = "speculators"
 
 
-def drafter_shape(
-    config: DrafterConfig, spec: TargetSpec, *, num_capture_layers: int, mask_token_id: int
-) -> DrafterShape:
-    """The drafter for a target: sizes that the settings leave open follow the target.
+@dataclass(kw_only=True, slots=True)
+class ExportConfig:
+    """What to export."""
+
+    run: str = ""
+    """Directory of a run."""
+    out: str = ""
+    """Folder to write; must not exist."""
+    format: Format = Format.native
+    """native (z-lab's, for vLLM and SGLang) | speculators (0.9, for vLLM)."""
+    drafter: str | None = None
+    """Native folder to export, such as a checkpoint of the run; null: the run's own export."""
+
+
+def check_mask_token(config: dict[str, Any]) -> None:
+    """Refuse a mask token that has no row, pads, starts or ends.
 
     Raises:
-        ValueError: query heads are no multiple of key/value heads, or a head's width is odd.
+        ConfigError: names the token and the rule.
     """
-    heads = config.num_attention_heads or spec.num_attention_heads
-    key_value_heads = config.num_key_value_heads or spec.num_key_value_heads
-    head_dim = config.head_dim or spec.head_dim
-    if heads % key_value_heads:
-        raise ValueError(
-            f"drafter.num_attention_heads={heads} must be a multiple of "
-            f"drafter.num_key_value_heads={key_value_heads}"
+    mask = config["dflash_config"]["mask_token_id"]
+    named = [config.get(f"{kind}_token_id") for kind in ("pad", "bos", "eos")]
+    taken = {i for value in named for i in (value if isinstance(value, list) else [value])}
+    if not 0 <= mask < config["vocab_size"] or mask in taken:
+        raise ConfigError(
+            f"mask_token_id={mask} must be a row of the target's table, 0..{config['vocab_size'] - 1}"
+            f", and none of the pad, start and end tokens {sorted(i for i in taken if i is not None)}"
         )
-    if head_dim % 2:
-        raise ValueError(f"drafter.head_dim={head_dim} must be even: rotary embedding takes pairs")
-    num_sliding = config.sliding_layers
-    return DrafterShape(
-        hidden_size=spec.hidden_size,
-        intermediate_size=config.intermediate_size or spec.intermediate_size,
-        num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
-        head_dim=head_dim,
-        num_capture_layers=num_capture_layers,
-        layer_types=(SLIDING,) * num_sliding + (FULL,) * (config.num_layers - num_sliding),
-        sliding_window=config.sliding_window if num_sliding else None,
-        is_causal=config.is_causal,
-        rope_theta=spec.rope_theta,
-        rms_norm_eps=spec.rms_norm_eps,
-        initializer_range=spec.initializer_range,
-        block_size=config.block_size,
-        mask_token_id=mask_token_id,
-    )
 
 
-def native_config(
-    shape: DrafterShape, spec: TargetSpec, capture_layers: list[int], dtype: torch.dtype
-) -> dict[str, Any]:
-    """The contents of config.json."""
-    num_layers = len(shape.layer_types)
-    config: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-        "block_size": shape.block_size,
-        "dflash_config": {
-            "block_size": shape.block_size,
-            "mask_token_id": shape.mask_token_id,
-            "target_layer_ids": list(capture_layers),
-        },
-        "num_target_layers": spec.num_layers,
-        "num_hidden_layers": num_layers,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "layer_types": list(shape.layer_types),
-        "sliding_window": shape.sliding_window,
-        "use_sliding_window": shape.sliding_window is not None,
-        "max_window_layers": num_layers,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "max_position_embeddings": spec.max_position_embeddings,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "vocab_size": spec.table_rows,
-        "tie_word_embeddings": False,
-        "bos_token_id": spec.bos_token_id,
-        "eos_token_id": spec.eos_token_id,
-        "pad_token_id": spec.pad_token_id,
-        "dtype": str(dtype).removeprefix("torch."),
-        "initializer_range": shape.initializer_range,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "use_cache": True,
-    }
-    if shape.is_causal is not None:  # absent means: causal on sliding layers only
-        config["is_causal"] = shape.is_causal
-    return config
+def step_of(run: Path, source: Path) -> int | None:
+    """The step behind a native folder's weights: that of the run's checkpoint that holds the same."""
+    for checkpoint in sorted((run / "checkpoints").glob("step_*"), reverse=True):
+        same = (source / WEIGHTS_FILE, checkpoint / WEIGHTS_FILE)
+        if same[1].is_file() and filecmp.cmp(*same, shallow=False):
+            return int(checkpoint.name.removeprefix("step_"))
+    return None
 
 
-def save_native(
-    folder: Path, weights: dict[str, Tensor], config: dict[str, Any], dtype: torch.dtype
-) -> None:
-    """Write both files into an existing folder.
-
-    Args:
-        folder: where to.
-        weights: the drafter's `state_dict()`, on any device.
-        config: from `native_config`.
-        dtype: of the stored weights.
-    """
-    stored = {name: w.detach().to("cpu", dtype).contiguous() for name, w in weights.items()}
-    save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    (folder / WEIGHTS_FILE).chmod(0o644)  # safetensors lets only the owner read; servers must too
-    text = json.dumps(config, indent=2) + "\n"
-    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
-
-
-def load_shape(folder: Path) -> DrafterShape:
-    """The shape that a native folder states.
+def export(options: ExportConfig) -> Path:
+    """Write a run's drafter and its card into `out`, checked; the folder.
 
     Raises:
-        ValueError: a field that this reader needs is missing; it never guesses.
+        ConfigError: `out` exists, the run has no drafter, or it could not be loaded back.
     """
-    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    dflash = config.get("dflash_config", {})
+    if not options.run or not options.out:
+        raise ConfigError("give run=<dir> out=<dir>")
+    run, out = Path(options.run), Path(options.out)
+    if out.exists():
+        raise ConfigError(f"out={out} exists; give a new folder")
+    source = Path(options.drafter) if options.drafter else newest_drafter(run)
+    settings = parse(OmegaConf.load(run / "config.yaml"))  # type: ignore[arg-type]
+    config = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
+    shape = load_shape(source)
+    check_mask_token(config)
+    if options.format is Format.speculators:
+        found = problems(shape, load_capture_layers(source), config["num_target_layers"])
+        if found:
+            raise ConfigError("speculators' format cannot say this:\n" + "\n".join(found))
+        target = settings.target
+        architectures = read_config(target.path, target.revision, False).architectures or []
+        config = speculators_config(config, shape, target=target.path, architectures=architectures)
+    step = step_of(run, source) or settings.steps or 0
+    heldout = heldout_row(run / "metrics.jsonl", step)
+    card = model_card(settings, shape, step=step, heldout=heldout, form=options.format.value)
+    work = out.with_name(f".tmp-{out.name}")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
     try:
-        rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
-        layer_types = config.get("layer_types") or [FULL] * config["num_hidden_layers"]
-        return DrafterShape(
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_attention_heads=config["num_attention_heads"],
-            num_key_value_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            num_capture_layers=len(dflash["target_layer_ids"]),
-            layer_types=tuple(layer_types),
-            sliding_window=config.get("sliding_window"),
-            is_causal=config.get("is_causal"),
-            rope_theta=float(rope["rope_theta"]),
-            rms_norm_eps=config["rms_norm_eps"],
-            initializer_range=config["initializer_range"],
-            block_size=dflash.get("block_size") or config["block_size"],
-            mask_token_id=dflash["mask_token_id"],
-        )
-    except KeyError as missing:
-        raise ValueError(f"{folder / CONFIG_FILE} has no {missing}") from None
+        weights = load_file(source / WEIGHTS_FILE)
+        save_native(work, weights, config, next(iter(weights.values())).dtype)
+        (work / "README.md").write_text(card, encoding="utf-8")
+        check_export(work, source, options.format)
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return out
 
 
-def load_native(folder: Path, device: torch.device) -> Drafter:
-    """The drafter of a native folder, as fp32 masters; every tensor must be there and no other."""
-    model = Drafter(load_shape(folder))
-    weights = load_file(folder / WEIGHTS_FILE)
-    model.load_state_dict({name: w.float() for name, w in weights.items()}, strict=True)
-    return model.to(device)
+def check_export(folder: Path, source: Path, form: Format) -> None:
+    """Load what was written, as its readers do.
+
+    Raises:
+        ConfigError: a reader does not take it, or gets something else than the source holds.
+    """
+    try:
+        with torch.device("meta"):  # for names and shapes
+            expected = Drafter(load_shape(source)).state_dict()
+        stored, original = (load_file(place / WEIGHTS_FILE) for place in (folder, source))
+        shapes = [{n: w.shape for n, w in ws.items()} for ws in (expected, stored)]
+        if shapes[0] != shapes[1] or any(not torch.equal(stored[n], original[n]) for n in stored):
+            raise ConfigError("weights differ in name, shape or value from the drafter's")
+        if form is Format.native and load_shape(folder) != load_shape(source):
+            raise ConfigError("its config.json describes another drafter")
+        if form is Format.speculators and not check(folder, WEIGHTS_FILE):
+            sys.stderr.write(
+                "dflash_ddp: speculators is not installed: its class has not read this\n"
+            )
+    except (ConfigError, ValueError, RuntimeError, OSError) as error:
+        raise ConfigError(f"nothing is exported, as it would not load back: {error}") from error
+
+
+def main() -> None:
+    """Parse the command line, export, say where."""
+    try:
+        out = export(command_line(ExportConfig, sys.argv[1:]))
+    except ConfigError as error:
+        sys.stderr.write(f"dflash_ddp: {error}\n")
+        raise SystemExit(2) from None
+    sys.stdout.write(f"{out}\n")
+
+
+if __name__ == "__main__":
+    main()

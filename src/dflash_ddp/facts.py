@@ -6,7 +6,7 @@ from dflash_ddp import costs
 from dflash_ddp.config import Config, ConfigError
 from dflash_ddp.costs import Gpu
 from dflash_ddp.drafter.model import DrafterShape
-from dflash_ddp.export import drafter_shape
+from dflash_ddp.native import drafter_shape
 from dflash_ddp.target.sizes import read_sizes
 from dflash_ddp.target.tables import (
     TargetSpec,

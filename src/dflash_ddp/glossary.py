@@ -28,6 +28,7 @@ heldout/accept_length | tokens | max | exact greedy accept length on held-out te
 heldout/walk_on_text | tokens | max | the same walk where answers are not the target's own; not an accept length
 heldout/standard_error | tokens | last | its standard error, over documents
 heldout/documents | documents | last | held-out documents measured
+heldout/length_k | share | last | blocks that gave k tokens, the target's own included
 heldout/slot_k | share | last | how often slot k is accepted, given that the slots before it were
 optim/lr | 1 | last | learning rate of the step
 optim/grad_norm | 1 | last | global gradient norm before the clip
@@ -53,14 +54,14 @@ _BY_KEY = {metric.key: metric for metric in METRICS}
 
 def find(key: str) -> Metric | None:
     """The metric of a row's key; `train/slot_3` is `train/slot_k`."""
-    return _BY_KEY.get(re.sub(r"/slot_\d+$", "/slot_k", key))
+    return _BY_KEY.get(re.sub(r"_\d+$", "_k", key))
 
 
 def define(run: Any) -> None:
     """Tell a wandb run what it will see: the step as x axis, the best value as summary."""
     run.define_metric("step", hidden=True)
     for metric in METRICS[1:]:
-        name = metric.key.replace("slot_k", "slot_*")
+        name = re.sub("_k$", "_*", metric.key)
         summary = None if name.endswith("*") else metric.best  # wandb has no summary of globs
         run.define_metric(name, step_metric="step", summary=summary)
 

@@ -14,18 +14,28 @@ from urllib.parse import urlparse
 import torch
 import yaml
 from huggingface_hub import constants as hub_constants
+from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from dflash_ddp.checkpoint import complete_checkpoints, read_state, remove_leftovers, step_folder
+from dflash_ddp.checkpoint import (
+    complete_checkpoints,
+    first_whole,
+    read_state,
+    remove_leftovers,
+    step_folder,
+)
 from dflash_ddp.config import Config, ConfigError, Device, Dtype
-from dflash_ddp.export import drafter_shape
+from dflash_ddp.drafter.model import Drafter, DrafterShape
+from dflash_ddp.native import CONFIG_FILE, WEIGHTS_FILE, drafter_shape, native_differences
 from dflash_ddp.settings import resolved
 from dflash_ddp.target.tables import (
+    TargetSpec,
     check_capture_layers,
     choose_mask_token,
     default_capture_layers,
     read_spec,
 )
+from dflash_ddp.upload import check_address
 
 logger = logging.getLogger(__name__)
 
@@ -113,13 +123,17 @@ def preflight(config: Config) -> Preflight:
         mask_token_id = choose_mask_token(
             spec, load_tokenizer(config), config.drafter.mask_token_id
         )
-        drafter_shape(
+        shape = drafter_shape(
             config.drafter, spec, num_capture_layers=len(layers), mask_token_id=mask_token_id
         )
+        if config.drafter.init_from is not None:
+            check_start(Path(config.drafter.init_from), shape, spec, layers)
     except ConfigError:
         raise
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
+    if config.checkpoint.upload is not None:
+        check_address(config.checkpoint.upload)
     folder = Path(config.output_dir)
     checkpoint = _find_checkpoint(config, folder)
     if checkpoint is None:
@@ -127,6 +141,32 @@ def preflight(config: Config) -> Preflight:
     state = read_state(checkpoint)
     logger.info("going on from %s", checkpoint)
     return Preflight(layers, mask_token_id, str(checkpoint), state.step, state.tokens)
+
+
+def check_start(
+    folder: Path, shape: DrafterShape, spec: TargetSpec, capture_layers: list[int]
+) -> None:
+    """Refuse weights to start from that are another drafter's.
+
+    Raises:
+        ConfigError: names every difference in shape, meaning and tensors.
+    """
+    if not all((folder / name).is_file() for name in (CONFIG_FILE, WEIGHTS_FILE)):
+        raise ConfigError(
+            f"drafter.init_from={folder} is no native drafter: it needs {CONFIG_FILE} and "
+            f"{WEIGHTS_FILE}. Download a published one into a folder first"
+        )
+    found = native_differences(folder, shape, spec, capture_layers)
+    with torch.device("meta"):
+        wanted = {name: list(w.shape) for name, w in Drafter(shape).state_dict().items()}
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        stored = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    for name in sorted(wanted.keys() | stored.keys()):
+        if wanted.get(name) != stored.get(name):
+            found.append(f"{name}: {stored.get(name)} there, {wanted.get(name)} here")
+    if found:
+        lines = "\n  ".join(found)
+        raise ConfigError(f"drafter.init_from={folder} is another drafter:\n  {lines}")
 
 
 def _find_checkpoint(config: Config, folder: Path) -> Path | None:
@@ -137,8 +177,7 @@ def _find_checkpoint(config: Config, folder: Path) -> Path | None:
     if config.resume == "auto":
         if checkpoints.is_dir():
             remove_leftovers(checkpoints)
-        found = complete_checkpoints(checkpoints)
-        return found[-1] if found else None
+        return first_whole(complete_checkpoints(checkpoints)[::-1])
     given = Path(config.resume)
     newer = [
         p

@@ -5,8 +5,9 @@ What the keys of a row mean: `dflash_ddp.glossary`.
 
 import json
 import logging
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_ddp import glossary
 from dflash_ddp.config import Config, Wandb
@@ -26,7 +27,36 @@ def drop_rows_after(file: Path, step: int) -> None:
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.endswith("}") and json.loads(line)["step"] <= step:
             kept.append(line + "\n")
-    file.write_text("".join(kept), encoding="utf-8")
+    part = file.with_name(f".{file.name}")
+    part.write_text("".join(kept), encoding="utf-8")
+    part.rename(file)  # whole or not at all: a run may be killed here, too
+
+
+class RowFile:
+    """A file of lines on a disk that may be full or gone: what fails is written with the next."""
+
+    def __init__(self, path: Path) -> None:
+        """Go on behind the lines that are there."""
+        self._path = path
+        self._size = path.stat().st_size if path.is_file() else 0
+        self._waiting: list[str] = []
+
+    def append(self, line: str) -> None:
+        """Add a line; a row that cannot be written now is a warning."""
+        self._waiting.append(line + "\n")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                if file.tell() > self._size:
+                    file.truncate(self._size)  # a part of an earlier try
+                file.write("".join(self._waiting))
+                file.flush()
+                self._size = file.tell()
+        except OSError as error:
+            if len(self._waiting) == 1:
+                logger.error("%s cannot be written, rows wait in memory: %s", self._path, error)
+        else:
+            self._waiting.clear()
 
 
 class RunLog:
@@ -36,16 +66,15 @@ class RunLog:
         """Open `metrics.jsonl` at the step to go on from, wandb, and the panel."""
         # An evaluation at the step of a checkpoint is not made again, but one before all steps is.
         drop_rows_after(folder / METRICS_FILE, first_step if first_step > 0 else -1)
-        self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
+        self._file = RowFile(folder / METRICS_FILE)
         self._setup, self._panel = setup, Panel(setup)
         self._wandb = start_wandb(folder, config)
 
     def write(self, row: dict[str, Any]) -> None:
-        """One row; absent values are left out. Flushed, so that a killed run keeps it."""
-        row = {key: value for key, value in row.items() if value is not None}
+        """One row; absent and non-finite values are left out. A killed run keeps it."""
+        row = {k: v for k, v in row.items() if v is not None and math.isfinite(v)}
         row |= derived(row, self._setup)
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self._file.append(json.dumps(row))
         if self._wandb is not None:
             self._wandb.log(row, step=row["step"])
         self._panel.show(row)
@@ -53,7 +82,6 @@ class RunLog:
     def close(self, exit_code: int = 0) -> None:
         """Finish wandb; rows are on disk already."""
         self._panel.close()
-        self._file.close()
         if self._wandb is not None:
             self._wandb.finish(exit_code=exit_code)
 
@@ -80,3 +108,28 @@ def start_wandb(folder: Path, config: Config) -> Any:
         logger.warning("wandb does not start, metrics.jsonl has all rows: %s", error)
         return None
     return run
+
+
+class Summary(NamedTuple):
+    """What a finished run says in one line."""
+
+    steps: int
+    loss: float | None
+    accept_length: float | None
+    untrained_accept_length: float | None
+    tokens_per_s: float
+    best_step: int | None
+    export: str
+    stopped_by: str | None
+
+    def text(self, *, generated: bool) -> str:
+        """`key=value` pairs in one line; a walk over text that the target did not write is named so."""
+        name = "accept_length" if generated else "walk_on_text"
+        shown = {
+            key.replace("accept_length", name): f"{value:.4f}"
+            if isinstance(value, float)
+            else value
+            for key, value in self._asdict().items()
+            if key != "stopped_by" or value is not None
+        }
+        return " ".join(f"{key}={value}" for key, value in shown.items())

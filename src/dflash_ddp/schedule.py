@@ -113,6 +113,10 @@ class Schedule:
         batch = step * self.batches_per_step + within - num_heldout
         return StreamItem(index, Kind.TRAIN, batch, batch % self.num_drafters, step)
 
+    def first_item(self, step: int) -> int:
+        """Place of the first training batch of a step: behind the evaluation before it."""
+        return int(self._starts[step]) + self._heldout_at(step)
+
     def _step_of(self, starts: np.ndarray, index: int) -> int:
         # side="right" passes over steps before first_step, which have no items.
         return int(np.searchsorted(starts, index, side="right")) - 1

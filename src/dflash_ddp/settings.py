@@ -8,12 +8,14 @@ import math
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_ddp.config import TILE, Config, ConfigError
+
+Options = TypeVar("Options")
 
 # (key, test, rule in words); a value of None passes, its meaning is "chosen for you".
 _AT_LEAST_ONE = (
@@ -21,14 +23,16 @@ _AT_LEAST_ONE = (
     "drafter.num_anchors drafter.intermediate_size drafter.num_attention_heads "
     "drafter.num_key_value_heads drafter.head_dim drafter.sliding_window data.max_length "
     "split.targets split.drafters split.lane_ctas loss.chunk_rows eval.max_documents "
-    "logging.every checkpoint.keep_last"
+    "logging.every checkpoint.keep_last optim.max_bad_steps"
 ).split()
 _AT_LEAST_ZERO = (
     "seed drafter.sliding_layers drafter.mask_token_id data.num_workers split.depth "
-    "optim.weight_decay eval.every checkpoint.every"
+    "optim.weight_decay eval.every checkpoint.every checkpoint.keep_every"
 ).split()
-_POSITIVE = "heartbeat_timeout_s optim.lr optim.eps optim.max_grad_norm loss.position_gamma".split()
-_SHARES = "data.max_bad_share optim.warmup_share optim.min_lr_share".split()
+_POSITIVE = (
+    "heartbeat_timeout_s max_hours optim.lr optim.eps optim.max_grad_norm loss.position_gamma"
+).split()
+_SHARES = "data.max_bad_share optim.warmup_share optim.min_lr_share loss.dpace_alpha".split()
 _DECAYS = "optim.beta1 optim.beta2".split()
 
 
@@ -115,6 +119,31 @@ def parse(tree: DictConfig) -> Config:
     if found:
         raise ConfigError("\n".join(found))
     return config
+
+
+def command_line(schema: type[Options], arguments: list[str]) -> Options:
+    """`key=value` arguments of a small command -> an instance of its dataclass.
+
+    Raises:
+        ConfigError: an argument without value, an unknown key, or a wrong type.
+    """
+    if bare := [argument for argument in arguments if "=" not in argument]:
+        raise ConfigError(f"{bare[0]}: arguments are key=value; keys: {', '.join(_keys(schema))}")
+    given = OmegaConf.from_dotlist(arguments)
+    plain = cast(dict[str, Any], OmegaConf.to_container(given))
+    if unknown := _unknown_keys(plain, schema, prefix=""):
+        raise ConfigError("\n".join(unknown))
+    try:
+        return cast(
+            Options, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), given))
+        )
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "?"
+        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
+
+
+def _keys(schema: Any) -> list[str]:
+    return [field.name for field in fields(schema)]
 
 
 def _unknown_keys(plain: dict[str, Any], schema: Any, *, prefix: str) -> list[str]:

@@ -23,8 +23,9 @@ from dflash_ddp.control import Control
 from dflash_ddp.data.packing import Packing, packed_batch
 from dflash_ddp.data.rendering import RenderSettings
 from dflash_ddp.data.store import DocumentStore, format_report, prepare
+from dflash_ddp.drafter.blocks import decay_gamma
 from dflash_ddp.drafter.model import DrafterShape
-from dflash_ddp.export import drafter_shape
+from dflash_ddp.native import drafter_shape
 from dflash_ddp.preflight import (
     Preflight,
     claim_folder,
@@ -163,7 +164,10 @@ class Run:
             "batches_per_step": config.batches_per_step,
             "split.drafters": config.split.drafters,
             "drafter.num_anchors": config.drafter.num_anchors,
-            "loss.position_gamma": config.loss.position_gamma,
+            "drafter.init_from": config.drafter.init_from,
+            "loss.position_weight": config.loss.position_weight.value,
+            "loss.position_gamma": decay_gamma(config.loss, config.drafter.block_size),
+            "loss.dpace_alpha": config.loss.dpace_alpha,
             "target.path": config.target.path,
             "target.capture_layers": self.found.capture_layers,
             "data.path": config.data.path,
@@ -239,6 +243,29 @@ def _prepare_data(config: Config, *, speaks: bool) -> dict[str, str | None]:
     """Tokenise training and held-out text; where they lie."""
     tokenizer = load_tokenizer(config)
     data = config.data
+    found: dict[str, str | None] = {"text": None, "heldout": None}
+    for name, path, split in (
+        ("text", data.path, data.split),
+        ("heldout", data.heldout, data.heldout_split),
+    ):
+        if path is None:
+            continue
+        store = prepare_text(config, tokenizer, name=name, path=path, split=split)
+        found[name] = str(store.path)
+        if speaks:
+            logger.info("%s", format_report(store.report))
+    return found
+
+
+def prepare_text(
+    config: Config, tokenizer: Any, *, name: str, path: str, split: str
+) -> DocumentStore:
+    """Tokenise one text under the target's chat template, or find it in the cache.
+
+    Raises:
+        ConfigError: it cannot be read or used; `name` says which text.
+    """
+    data = config.data
     settings = RenderSettings(
         enable_thinking=data.enable_thinking,
         eos_ids=frozenset(eos_ids(config, tokenizer)),
@@ -247,30 +274,19 @@ def _prepare_data(config: Config, *, speaks: bool) -> dict[str, str | None]:
     workers = data.num_workers
     if workers is None:
         workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
-    found: dict[str, str | None] = {"text": None, "heldout": None}
-    for name, path, split in (
-        ("text", data.path, data.split),
-        ("heldout", data.heldout, data.heldout_split),
-    ):
-        if path is None:
-            continue
-        try:
-            store = prepare(
-                path,
-                tokenizer,
-                settings=settings,
-                cache_dir=data.cache_dir,
-                split=split,
-                revision=data.revision,
-                num_workers=workers,
-                max_bad_share=data.max_bad_share,
-            )
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"data ({name}): {error}") from error
-        found[name] = str(store.path)
-        if speaks:
-            logger.info("%s", format_report(store.report))
-    return found
+    try:
+        return prepare(
+            path,
+            tokenizer,
+            settings=settings,
+            cache_dir=data.cache_dir,
+            split=split,
+            revision=data.revision,
+            num_workers=workers,
+            max_bad_share=data.max_bad_share,
+        )
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"data ({name}): {error}") from error
 
 
 def eos_ids(config: Config, tokenizer: Any) -> set[int]:

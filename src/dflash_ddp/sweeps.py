@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 JOBS_FILE = "jobs.jsonl"
 COLUMNS = (
     ("accept length", "heldout/accept_length", "{:.3f}"),
+    ("walk on text", "heldout/walk_on_text", "{:.3f}"),
     ("loss", "train/loss", "{:.4f}"),
     ("tokens/s", "speed/tokens_per_s", "{:,.0f}"),
     ("step", "step", "{}"),
@@ -50,7 +51,7 @@ def run_job(command: list[str]) -> int:
 
 
 def note_job(code: int) -> float | None:
-    """Note the job that Hydra is at; its held-out accept length, None if it failed or has none."""
+    """Note the job that Hydra is at; its goal, None if it failed or has none."""
     hydra = HydraConfig.get()
     folder, sweep = Path(hydra.runtime.output_dir), Path(hydra.sweep.dir)
     values = last_values(folder) if code == 0 else {}
@@ -58,7 +59,12 @@ def note_job(code: int) -> float | None:
     sweep.mkdir(parents=True, exist_ok=True)
     with (sweep / JOBS_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(note) + "\n")
-    return values.get("heldout/accept_length")
+    return goal(values)
+
+
+def goal(values: dict[str, float]) -> float | None:
+    """What a sweep maximises: accept length, or the walk on answers that are not the target's own."""
+    return values.get("heldout/accept_length", values.get("heldout/walk_on_text"))
 
 
 def clean_environment() -> dict[str, str]:
@@ -70,19 +76,21 @@ def clean_environment() -> dict[str, str]:
 
 
 def last_values(folder: Path) -> dict[str, float]:
-    """The last value of each column in a run's rows; none if it has written none."""
+    """The last value of each column in a run's rows, of held-out text the highest; what there is."""
     found: dict[str, float] = {}
     file = folder / "metrics.jsonl"
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
         row = json.loads(line)
-        found |= {key: row[key] for _, key, _ in COLUMNS if key in row}
+        for _, key, _ in COLUMNS:
+            if key in row:
+                best = found.get(key, row[key]) if key.startswith("heldout/") else row[key]
+                found[key] = max(row[key], best)
     return found
 
 
 def table(jobs: list[dict[str, Any]]) -> str:
     """One line a job, the longest accept length first; failed ones last."""
-    key = COLUMNS[0][1]
-    ranked = sorted(jobs, key=lambda j: (j["code"] != 0, -j["values"].get(key, 0.0)))
+    ranked = sorted(jobs, key=lambda j: (j["code"] != 0, -(goal(j["values"]) or 0.0)))
     cells = [["job", *(name for name, _, _ in COLUMNS), "end"]]
     for job in ranked:
         values = job["values"]

@@ -28,7 +28,7 @@ from dflash_ddp.sweeps import note_job, run_job
 
 if TYPE_CHECKING:  # settings are checked before torch is loaded
     from dflash_ddp.control import Control
-    from dflash_ddp.drafter.worker import Features, Summary
+    from dflash_ddp.drafter.intake import Features
     from dflash_ddp.startup import Run
     from dflash_ddp.world import World
 
@@ -168,12 +168,15 @@ def run_rank(config: Config) -> None:
         from dflash_ddp.control import Control
         from dflash_ddp.preflight import device_type
         from dflash_ddp.startup import prepare_run
+        from dflash_ddp.stopping import listen
         from dflash_ddp.world import JobStore, close_world, init_world
 
         store = JobStore(launch)
         control = Control(store, launch, topology, heartbeat_timeout_s=config.heartbeat_timeout_s)
         handler.publish = partial(end_job, control)
         run = prepare_run(config, launch, control)
+        control.failure_folder = run.folder
+        listen(control)
         control.phase("connect")
         world = init_world(
             topology,
@@ -240,16 +243,7 @@ def play_roles(run: "Run", world: "World", control: "Control") -> str | None:
 
         worker.log.close()
         report.write_or_warn(run.folder)
-    return summary_text(summary)
-
-
-def summary_text(summary: "Summary") -> str:
-    """`key=value` pairs in one line."""
-    pairs = summary._asdict()
-    shown = {
-        key: f"{value:.4f}" if isinstance(value, float) else value for key, value in pairs.items()
-    }
-    return " ".join(f"{key}={value}" for key, value in shown.items())
+    return summary.text(generated=run.config.data.heldout_generated)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,14 @@ from dflash_ddp.log import exit_on_error, setup_logging
 from dflash_ddp.world import JobStore, close_world, init_world, plan_topology, read_launch
 
 
-def start(rank: int, *, extra_ranks: int = 0, heartbeat_s: float = 20.0, start_s: float = 20.0):
+def start(
+    rank: int,
+    *,
+    extra_ranks: int = 0,
+    heartbeat_s: float = 20.0,
+    start_s: float = 20.0,
+    nodes_of_one: bool = False,
+):
     """Store and control plane, as a program opens them first; all but the last are targets."""
     launch = read_launch()
     world_size = launch.world_size + extra_ranks
@@ -31,6 +38,8 @@ def start(rank: int, *, extra_ranks: int = 0, heartbeat_s: float = 20.0, start_s
         local_world_size=world_size,
     )
     setup_logging(rank=rank, role=topology.role(rank), verbose=topology.speaks(rank))
+    if nodes_of_one:  # as if nobody could see the processes of the others
+        launch = replace(launch, local_world_size=1)
     control = Control(
         store, launch, topology, heartbeat_timeout_s=heartbeat_s, start_timeout_s=start_s
     )
@@ -138,7 +147,7 @@ def test_rank_that_never_starts_is_named():
 
 
 def lose_a_peer_in_a_collective(rank: int) -> None:
-    launch, store, topology, control = start(rank)
+    launch, store, topology, control = start(rank, nodes_of_one=True)
     with exit_on_error(control.fail):
         init_world(topology, launch, store, device_type="cpu")
         if rank == 1:

@@ -7,22 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from material import Material
 from runs import all_rows, rows, run, running
-from targets import build_target
-from test_train import Material, chats
 
 from dflash_ddp import sweeps
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory) -> Material:
-    folder = tmp_path_factory.mktemp("sweeps")
-    build_target("qwen3_tied", folder / "target")
-    (folder / "train.jsonl").write_text(chats(0, 40))
-    (folder / "heldout.jsonl").write_text(chats(1000, 5))
-    return Material(folder, folder / "cache")
 
 
 def jobs(folder: Path) -> list[dict]:
@@ -52,8 +42,8 @@ def test_a_failing_job_leaves_the_others_alone_and_all_are_compared(material):
     assert rows(slow)[0]["train/loss"] == rows(fast)[0]["train/loss"]
     assert rows(slow)[1]["train/loss"] != rows(fast)[1]["train/loss"]
     for job, run_folder in zip(jobs(folder)[1:], (slow, fast), strict=True):
-        last = all_rows(run_folder)[-1]["heldout/accept_length"]
-        assert job["values"]["heldout/accept_length"] == last
+        best = max(row.get("heldout/walk_on_text", 0) for row in all_rows(run_folder))
+        assert job["values"]["heldout/walk_on_text"] == best
     table = ended.output[ended.output.index("accept length") :]
     assert table.index("optim.lr=0.00") < table.index("optim.lr=-1")
     assert "failed, code 2" in table
@@ -81,7 +71,7 @@ def test_optuna_searches_for_the_highest_accept_length(material):
     run(None, words_of(material, "optuna", *more), limit_s=240, code=None)
     folder = material.output("optuna")
     found = (folder / "optimization_results.yaml").read_text()
-    best = max(job["values"].get("heldout/accept_length", 0) for job in jobs(folder))
+    best = max(job["values"].get("heldout/walk_on_text", 0) for job in jobs(folder))
     assert f"best_value: {best}" in found
     assert len(jobs(folder)) == 3
 

@@ -4,19 +4,18 @@ Batches have 256 tokens and blocks 4, so a run takes as long as its imports. Run
 look at are made once.
 """
 
-import json
 import os
 import shutil
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from material import STEPS, TOKENS_PER_BATCH, Material
 from runs import all_rows, assert_equal_state, rows, run, running, state
-from targets import build_target, build_tokenizer
+from targets import build_tokenizer
 
 from dflash_ddp import glossary
 from dflash_ddp.data.packing import Packing, packed_batch
@@ -25,63 +24,6 @@ from dflash_ddp.data.store import DocumentStore, prepare
 from dflash_ddp.drafter.blocks import anchor_candidates
 
 pytestmark = pytest.mark.dist
-
-TOKENS_PER_BATCH, STEPS = 256, 6
-WORDS = (
-    "the river ran past a small house where seven people kept bees and sold honey to anyone who "
-    "came by boat in summer while in winter they mended nets and told each other old stories"
-).split()
-SMALL = (
-    "drafter.num_layers=2 drafter.block_size=4 drafter.num_anchors=8 drafter.sliding_layers=0 "
-    "drafter.num_attention_heads=null drafter.num_key_value_heads=null drafter.head_dim=null "
-    "loss.chunk_rows=16 loss.position_gamma=4 logging=disabled logging.every=1 optim.lr=2e-3 "
-    f"tokens_per_batch={TOKENS_PER_BATCH} steps={STEPS} eval.every=3 checkpoint.every=3 device=cpu"
-).split()
-
-
-@dataclass(frozen=True)
-class Material:
-    """A target, text and a place for runs."""
-
-    folder: Path
-    cache: Path
-
-    def overrides(self, name: str, *more: str) -> list[str]:
-        """A complete small run called `name`."""
-        return [
-            *("target=demo", f"target.path={self.folder / 'target'}", "data=demo"),
-            *(f"data.path={self.folder / 'train.jsonl'}", f"data.cache_dir={self.cache}"),
-            *(f"data.heldout={self.folder / 'heldout.jsonl'}", "data.max_length=256"),
-            *(f"output_dir={self.output(name)}", *SMALL, *more),
-        ]
-
-    def output(self, name: str) -> Path:
-        return self.folder / name
-
-
-def chats(first: int, number: int) -> str:
-    """Rows of words, with answers of very unequal length."""
-    lines = []
-    for row in range(first, first + number):
-        generator = np.random.default_rng(row)
-        question, answer = (
-            " ".join(generator.choice(WORDS, generator.integers(low, high)))
-            for low, high in ((3, 8), (1, 25))
-        )
-        messages = [("user", f"{question}?"), ("assistant", f"{answer}.")]
-        turns = [{"role": role, "content": content} for role, content in messages]
-        lines.append(json.dumps({"messages": turns}) + "\n")
-    return "".join(lines)
-
-
-@pytest.fixture(scope="session")
-def material(tmp_path_factory) -> Material:
-    folder = tmp_path_factory.mktemp("runs")
-    build_target("qwen3_tied", folder / "target")
-    (folder / "train.jsonl").write_text(chats(0, 40))
-    (folder / "heldout.jsonl").write_text(chats(1000, 5))
-    return Material(folder, folder / "cache")
-
 
 @pytest.fixture(scope="session")
 def one_target(material) -> Path:
@@ -95,12 +37,29 @@ def one_target(material) -> Path:
 
 def test_a_run_writes_every_step_and_both_ends(one_target):
     trained = [row for row in rows(one_target) if "train/loss" in row]
-    measured = [row["step"] for row in rows(one_target) if "heldout/accept_length" in row]
+    measured = [row["step"] for row in rows(one_target) if "heldout/walk_on_text" in row]
     assert [row["step"] for row in trained] == [1, 2, 3, 4, 5, 6]
     assert measured == [0, 3, 6]
     assert trained[-1]["train/loss"] < trained[0]["train/loss"]
     assert (one_target / "export" / "model.safetensors").is_file()
-    assert "heldout/accept_length" in (one_target / "report.html").read_text()
+    assert "heldout/walk_on_text" in (one_target / "report.html").read_text()
+
+
+def test_a_run_may_start_from_the_drafter_of_another(material, one_target):
+    """Before its first step it is as good, slot by slot, as that one was at its end."""
+    start = f"drafter.init_from={one_target / 'export'}"
+    run(2, material.overrides("warm", "split=1t1d", "steps=1", "optim.lr=1e-9", start))
+    ended, started = (
+        [row for row in rows(folder) if "heldout/walk_on_text" in row][which]
+        for folder, which in ((one_target, -1), (material.output("warm"), 0))
+    )
+    for row in (ended, started):
+        del row["step"], row["tokens"]
+    assert started == ended
+    refused = run(
+        2, material.overrides("refused", "split=1t1d", "drafter.block_size=5", start), code=None
+    )
+    assert "block_size: 4 there, 5 here" in refused.output
 
 
 def test_every_number_that_a_run_logs_is_in_the_glossary(one_target):

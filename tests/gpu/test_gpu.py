@@ -29,12 +29,6 @@ SHAPE = dataclasses.replace(
 )
 
 
-@pytest.fixture(autouse=True)
-def _nothing_compiled_before():
-    """Each case has shapes of its own, and one process may compile a function eight times only."""
-    torch.compiler.reset()
-
-
 def float64_attention(q, k, v, mask):
     k, v = (x.repeat_interleave(len(q) // len(k), dim=0) for x in (k, v))
     scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
@@ -53,6 +47,7 @@ def float64_attention(q, k, v, mask):
 )
 def test_flex_attention_equals_float64(num_tokens, context_length, num_anchors, head_dim):
     """fp32 to 1e-2 relative of the largest value (tensor cores round to tf32), with gradients."""
+    torch.compiler.reset()  # one process may compile a function for eight shapes only
     lengths = (num_tokens // 2, num_tokens - num_tokens // 2)
     batch = tiny_batch(lengths, prompt=3)
     options = {"num_anchors": num_anchors, "context_length": context_length}

@@ -36,7 +36,7 @@ OPTIONS = {
         "slow_factor": "1",
         "items": "200",
     },
-    "pipeline": {"workload": "tiny", "split": "1t1d", "steps": "12"},
+    "pipeline": {"workload": "tiny", "split": "1t1d", "steps": "12", "parts": "true"},
 }
 
 
@@ -48,7 +48,7 @@ def read_options(what: str, pairs: list[str]) -> dict[str, str]:
     """
     known = OPTIONS.get(what, {})
     given = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-    options = known | given
+    options = {**known, **given}
     free = what == "pipeline"  # further pairs are settings of the training command
     bad = [pair for pair in pairs if "=" not in pair or not (free or pair.split("=")[0] in known)]
     workloads = [*WORKLOADS, "none"] if what == "lane" else [*WORKLOADS]
@@ -70,7 +70,7 @@ def main() -> None:
     options = read_options(what, pairs)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     repeats = int(options.get("repeats", 1))
-    row: dict[str, object] = {"bench": what} | options
+    row: dict[str, object] = {"bench": what, **options}
     row |= {"torch": torch.__version__, "transformers": transformers.__version__}
     row["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if what == "drafter":
@@ -105,6 +105,7 @@ def main() -> None:
             options["workload"],
             split=options["split"],
             steps=int(options["steps"]),
+            parts=options["parts"] == "true",
             options=settings,
         )
     sys.stdout.write(json.dumps(row) + "\n")

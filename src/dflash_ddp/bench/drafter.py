@@ -18,6 +18,7 @@ from dflash_ddp.bench.workloads import Workload, compute_dtype, drafter_shape, r
 from dflash_ddp.config import OptimConfig, Recompute
 from dflash_ddp.drafter.blocks import make_blocks, sample_anchors
 from dflash_ddp.drafter.inputs import HostInputs, host_inputs, to_device
+from dflash_ddp.drafter.loss import even_chunk_rows
 from dflash_ddp.drafter.model import Drafter
 from dflash_ddp.drafter.optim import clip_gradients, make_optimizer
 from dflash_ddp.drafter.step import (
@@ -53,6 +54,7 @@ class DrafterBench:
             self.scale = torch.tensor(1e-4)
         self.tables = Tables(*tables)
         recompute = resolve_recompute(recompute)
+        chunk_rows = even_chunk_rows(work.num_anchors * (work.block_size - 1), chunk_rows)
         if device.type == "cuda":
             self.loss = compile_step(self.model, chunk_rows=chunk_rows, recompute=recompute)
         else:

@@ -24,32 +24,43 @@ PARTS_TIMEOUT_S, RUN_TIMEOUT_S = 300, 540
 SKIPPED_STEPS = 4  # the first compile, and fill the slots
 
 
-def bench_pipeline(name: str, *, split: str, steps: int, options: Sequence[str]) -> dict[str, Any]:
+def bench_pipeline(
+    name: str, *, split: str, steps: int, parts: bool, options: Sequence[str]
+) -> dict[str, Any]:
     """One row.
 
     Args:
         name: the workload.
         split: a choice of conf/split.
         steps: optimizer steps; the first four do not count.
+        parts: also measure both roles alone, and give the run's share of what they allow.
         options: further settings of the training command.
     """
     work = WORKLOADS[name]
-    parts = {role: part_alone(role, name) for role in ("target", "drafter")}
+    alone = {role: part_alone(role, name) for role in ("target", "drafter")} if parts else {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_inputs(folder, work)
         rows = train(folder, work, split=split, steps=steps, options=options)
         settings = json.loads((folder / "run" / "settings.json").read_text())
-    targets, drafters = settings["split"]["targets"], settings["split"]["drafters"]
-    step_s = parts["drafter"]["ms"] / 1e3 * settings["batches_per_step"] / drafters
-    step_s += parts["drafter"]["optimizer_ms"] / 1e3
-    drafter_rate = work.tokens * settings["batches_per_step"] / step_s
-    target_rate = parts["target"]["tokens_per_s"] * targets
-    if settings["split"]["colocated"]:
-        ideal = 1 / (1 / target_rate + 1 / drafter_rate)
-    else:
-        ideal = min(target_rate, drafter_rate)
-    return summary(rows) | {
+    return summary(rows) | (share_of_parts(work, settings, rows, alone) if parts else {})
+
+
+def share_of_parts(
+    work: Workload,
+    settings: dict[str, Any],
+    rows: list[dict[str, Any]],
+    alone: dict[str, dict[str, Any]],
+) -> dict[str, float]:
+    """The run's rate beside the least of its roles' rates; colocated, both take their turn."""
+    split, batches = settings["split"], settings["batches_per_step"]
+    step_s = alone["drafter"]["ms"] / 1e3 * batches / split["drafters"]
+    step_s += alone["drafter"]["optimizer_ms"] / 1e3
+    drafter_rate = work.tokens * batches / step_s
+    target_rate = alone["target"]["tokens_per_s"] * split["targets"]
+    in_turn = 1 / (1 / target_rate + 1 / drafter_rate)
+    ideal = in_turn if split["colocated"] else min(target_rate, drafter_rate)
+    return {
         "targets_alone_tokens_per_s": round(target_rate),
         "drafters_alone_tokens_per_s": round(drafter_rate),
         "ideal_tokens_per_s": round(ideal),

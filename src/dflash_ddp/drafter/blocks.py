@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_ddp.batch import PackedBatch
+from dflash_ddp.config import LossConfig, PositionWeight
 
 ANCHOR_STREAM = 1  # separates the anchors' random numbers from those of the data order
 
@@ -86,11 +87,23 @@ def sample_anchors(batch: PackedBatch, num_anchors: int, *, seed: int) -> np.nda
     return np.sort(generator.choice(candidates, size=num_anchors, replace=False))
 
 
+# Block sizes and their gamma: 8, 10 and 16 as published (arXiv 2602.06036); between and beyond, in proportion.
+_GAMMA_SIZES, _GAMMAS = (0, 8, 10, 16, 128), (0, 4, 5, 7, 56)
+
+
+def decay_gamma(loss: LossConfig, block_size: int) -> float | None:
+    """The gamma of `position_weights`; None unless the setting is `decay`."""
+    if loss.position_weight is not PositionWeight.decay:
+        return None
+    if loss.position_gamma is not None:
+        return loss.position_gamma
+    return float(np.interp(block_size, _GAMMA_SIZES, _GAMMAS))
+
+
 def position_weights(block_size: int, gamma: float | None) -> np.ndarray:
     """float32 [B]: 0 for slot 0, then exp(-(k-1)/gamma); all ones without gamma.
 
-    Early slots count more because a wrong one voids those after it (DFlash, arXiv 2602.06036;
-    gamma 7 for B = 16, 5 for 10, 4 for 8).
+    Early slots count more because a wrong one voids those after it.
     """
     weights = np.ones(block_size, dtype=np.float64)
     if gamma is not None:

@@ -24,6 +24,7 @@ def right_drafts(
     *,
     num_anchors: int,
     loss: LossSettings,
+    flex: bool,
 ) -> np.ndarray:
     """bool [anchors, B-1]: whether the drafter's greedy token equals the text's, slot by slot.
 
@@ -35,11 +36,10 @@ def right_drafts(
         anchors: ascending places, any number.
         num_anchors: N, blocks of one forward.
         loss: chunk size and functions; its recomputation plays no part.
+        flex: by flex attention, compiled; else by the dense path.
     """
-    parts, plain = (
-        [],
-        loss._replace(recompute=Recompute.none),
-    )  # without gradient, nothing to recompute
+    parts = []
+    plain = loss._replace(recompute=Recompute.none)  # without gradient, nothing to recompute
     for begin in range(0, len(anchors), num_anchors):
         chosen = anchors[begin : begin + num_anchors]
         blocks = make_blocks(
@@ -51,12 +51,38 @@ def right_drafts(
             model.shape,
             context_length=len(features_SC),
             chunk_rows=loss.chunk_rows,
-            flex=features_SC.is_cuda,
+            flex=flex,
         )
         inputs = to_device(host, model.shape, features_SC.device)
         result = forward(model, tables, features_SC, inputs, loss=plain)
         parts.append(right_slots(result, inputs)[: len(chosen)].bool().cpu().numpy())
     return np.concatenate(parts)
+
+
+def walk_batch(
+    model: Drafter,
+    tables: Tables,
+    features_SC: Tensor,
+    batch: PackedBatch,
+    *,
+    num_anchors: int,
+    loss: LossSettings,
+    flex: bool,
+) -> list[list[int]]:
+    """Walk every answer of a packed batch: for each document, the tokens of its target calls."""
+    calls: list[list[int]] = [[] for _ in batch.document_lengths]
+    spans = [span for span in answer_spans(batch) if span.end - span.first >= 2]
+    if not spans:
+        return calls
+    anchors = np.concatenate([np.arange(span.first, span.end - 1) for span in spans])
+    right = right_drafts(
+        model, tables, features_SC, batch, anchors, num_anchors=num_anchors, loss=loss, flex=flex
+    )
+    row = 0
+    for span in spans:
+        calls[span.document] += walk(span, right[row:], span.first)
+        row += span.end - 1 - span.first
+    return calls
 
 
 def tally_batch(
@@ -68,20 +94,16 @@ def tally_batch(
     num_anchors: int,
     loss: LossSettings,
 ) -> AcceptTally:
-    """Walk every answer of a packed batch."""
+    """The walks of a packed batch, added up."""
     tally = AcceptTally.empty(model.shape.block_size)
-    spans = [span for span in answer_spans(batch) if span.end - span.first >= 2]
-    if not spans:
-        return tally
-    anchors = np.concatenate([np.arange(span.first, span.end - 1) for span in spans])
-    right = right_drafts(
-        model, tables, features_SC, batch, anchors, num_anchors=num_anchors, loss=loss
-    )
-    calls: dict[int, list[int]] = {}
-    row = 0
-    for span in spans:
-        calls.setdefault(span.document, []).extend(walk(span, right[row:], span.first))
-        row += span.end - 1 - span.first
-    for yielded in calls.values():
-        tally.add(yielded)
+    for calls in walk_batch(
+        model,
+        tables,
+        features_SC,
+        batch,
+        num_anchors=num_anchors,
+        loss=loss,
+        flex=features_SC.is_cuda,
+    ):
+        tally.add(calls)
     return tally

@@ -130,7 +130,9 @@ def to_device(host: HostInputs, shape: DrafterShape, device: torch.device) -> In
             masks[kind] = block_mask(arrays, mask_mod, num_queries=num_queries, num_keys=num_keys)
         else:
             masks[kind] = dense_mask(on["anchors_N"], on["starts_N"], rule=rule, **size)
-    rows = Rows(on["slots_P"], on["labels_P"], on["weights_P"], host.num_chunks)
+    rows = Rows(
+        on["slots_P"], on["labels_P"], on["weights_P"], host.num_chunks, shape.block_size - 1
+    )
     return Inputs(on["token_ids_X"], on["positions_T"], rows, on["supervised_NB"], masks)
 
 

@@ -258,9 +258,18 @@ class Drafter(nn.Module):
         Returns:
             [N * (B-1), H] in the compute dtype.
         """
+        return self.fill(self.project_context(features_SC), x_XH, positions_T, masks)
+
+    def fill(
+        self,
+        contexts: Sequence[Tensor],
+        x_XH: Tensor,
+        positions_T: Tensor,
+        masks: Mapping[str, BlockMask | Tensor],
+    ) -> Tensor:
+        """`forward` from a projected context on: decoding keeps that and adds to it."""
         shape, num_blocks = self.shape, len(x_XH) - 1
         rotary = rotary_tables(positions_T, shape.head_dim, shape.rope_theta)
-        contexts = self.project_context(features_SC)
         for i, (layer, context_SF) in enumerate(zip(self.layers, contexts, strict=True)):
             x_XH = layer(
                 x_XH,

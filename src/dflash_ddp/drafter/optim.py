@@ -24,7 +24,7 @@ def lr_multiplier(step: int, *, steps: int, warmup_share: float, min_share: floa
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW; matrices decay, norms do not. Fused on GPUs."""
+    """AdamW, fused; matrices decay, norms do not."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
@@ -35,7 +35,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        fused=parameters[0].is_cuda,
+        fused=True,
     )
 
 
@@ -51,3 +51,13 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     Stays on the device: the host does not learn the norm here.
     """
     return nn.utils.clip_grad_norm_(list(parameters), max_norm, foreach=True)
+
+
+def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
+    """One step; masters, moments and count stay as they are where the gradient's norm is not finite.
+
+    Decided on the device, by the means that automatic mixed precision has for it.
+    """
+    bad = torch.logical_not(grad_norm.isfinite()).float()
+    optimizer.found_inf = bad  # type: ignore[attr-defined]
+    optimizer.step()

@@ -35,6 +35,7 @@ class LossSettings(NamedTuple):
     chunk_rows: int
     recompute: Recompute
     functions: ChunkFunctions = ChunkFunctions()
+    dpace_alpha: float | None = None
 
 
 def compile_step(model: Drafter, *, chunk_rows: int, recompute: Recompute) -> LossSettings:
@@ -78,6 +79,7 @@ def forward(
         inputs.rows,
         chunk_rows=loss.chunk_rows,
         recompute=loss.recompute,
+        dpace_alpha=loss.dpace_alpha,
         functions=loss.functions,
     )
 
@@ -91,7 +93,7 @@ def forward_backward(
     scale: Tensor,
     loss: LossSettings,
 ) -> LossSum:
-    """Add the gradient of `scale * loss_sum` to the parameters.
+    """Add the gradient of `scale * loss_sum` to the parameters; NaN if the loss is not finite.
 
     Args:
         model: the drafter, or DDP around it.
@@ -102,5 +104,7 @@ def forward_backward(
         loss: how the loss runs.
     """
     result = forward(model, tables, features_SC, inputs, loss=loss)
+    # A loss may be infinite with a finite gradient: then all ranks would not see that it is.
+    scale = torch.where(result.loss_sum.isfinite(), scale, torch.nan)
     (result.loss_sum * scale).backward()
     return result

@@ -5,6 +5,7 @@ what has arrived into ratios. All drafter ranks take part in `measure`; the firs
 """
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -41,25 +42,60 @@ class StepLog:
     """
 
     def __init__(
-        self, world: World, control: Control, log: RunLog | None, *, block_size: int, tokens: int
+        self,
+        world: World,
+        control: Control,
+        log: RunLog | None,
+        *,
+        block_size: int,
+        tokens: int,
+        more: Callable[[int], dict[str, float]],
     ) -> None:
-        """Start with nothing collected; `log` is given on the first drafter rank."""
+        """Start with nothing collected.
+
+        Args:
+            world: this rank among the others.
+            control: where target ranks say how long they waited.
+            log: given on the first drafter rank.
+            block_size: B.
+            tokens: trained on so far.
+            more: further values for the row of a step.
+        """
         self.tokens = tokens
         self.last_loss: float | None = None
         self.num_steps = 0
-        self._world, self._control, self._log = world, control, log
+        self._world, self._control, self._log, self._more = world, control, log, more
         self._sums = empty_sums(block_size, world.device)
+        self._step_sums = torch.zeros_like(self._sums)  # of the step that is being made
         self._grad_norm: Tensor | None = None
         self._wait_s = self._target_wait_s = 0.0
         self._lap_at = time.monotonic()
         self._pending: Pending | None = None
+        self._tokens_before = 0  # of `_sums`, trained on before this run went on
+
+    def gather(self) -> list[list[float]]:
+        """What each drafter rank has collected since the last row measured, for a checkpoint."""
+        parts = [torch.empty_like(self._sums) for _ in self._world.topology.drafter_ranks]
+        # Who meets: all drafter ranks, before a checkpoint; one that fails ends the job.
+        dist.all_gather(parts, self._sums, group=self._world.drafter_group)
+        return torch.stack(parts).tolist()
+
+    def restore(self, sums: list[list[float]], ordinal: int) -> None:
+        """Go on from `gather`; of another number of ranks, the first one takes all."""
+        if len(sums) != len(self._world.topology.drafter_ranks):
+            total = np.sum(sums, axis=0)
+            sums = [total if rank == 0 else 0 * total for rank in range(ordinal + 1)]
+        self._sums.copy_(torch.as_tensor(sums[ordinal], dtype=torch.float64))
+        self._tokens_before = sum(step_metrics(list(part)).num_tokens for part in sums)
 
     def add(self, sums: Tensor) -> None:
         """Collect a microbatch."""
-        self._sums += sums
+        self._step_sums += sums
 
     def end_step(self, grad_norm: Tensor) -> None:
-        """A step is complete; its gradient norm before the clip."""
+        """A step is complete; its gradient norm before the clip. Not finite: it was left out."""
+        self._sums += torch.where(grad_norm.isfinite(), self._step_sums, 0.0)
+        self._step_sums = torch.zeros_like(self._sums)
         self._grad_norm = grad_norm
         self.num_steps += 1
 
@@ -110,6 +146,7 @@ class StepLog:
         self.tokens += metrics.num_tokens
         self.last_loss = metrics.loss
         elapsed = self._lap(finished_at)
+        num_tokens, self._tokens_before = metrics.num_tokens - self._tokens_before, 0
         if self._log is None:
             return
         row = {
@@ -120,7 +157,7 @@ class StepLog:
             "train/accept_length": metrics.accept_length,
             "optim/lr": pending.lr,
             "optim/grad_norm": grad_norm,
-            "speed/tokens_per_s": metrics.num_tokens / elapsed,
+            "speed/tokens_per_s": num_tokens / elapsed,
             "speed/step_s": elapsed / pending.num_steps,
             "wait/target": self._target_wait() / pending.num_steps,
             "wait/drafter": waited / len(self._world.topology.drafter_ranks) / pending.num_steps,
@@ -129,21 +166,14 @@ class StepLog:
             "memory/drafter_gib": peak_gib(self._world.device),
         }
         slots = enumerate(metrics.slot_accuracy, start=1)
+        row |= self._more(pending.step)
         self._log.write(row | {f"train/slot_{k}": share for k, share in slots})
 
-    def write_heldout(self, step: int, tally: AcceptTally) -> None:
-        """Write the row of an evaluation."""
-        if self._log is None:
-            return
-        row = {
-            "step": step,
-            "tokens": self.tokens,
-            "heldout/accept_length": tally.accept_length,
-            "heldout/standard_error": tally.standard_error,
-            "heldout/documents": tally.documents,
-        }
-        slots = enumerate(tally.slot_acceptance(), start=1)
-        self._log.write(row | {f"heldout/slot_{k}": share for k, share in slots})
+    def write_heldout(self, step: int, tally: AcceptTally, *, generated: bool) -> None:
+        """Write the row of an evaluation; see `AcceptTally.metrics`."""
+        if self._log is not None:
+            row = {"step": step, "tokens": self.tokens}
+            self._log.write(row | tally.metrics(generated=generated))
 
     def _target_wait(self) -> float:
         """Mean seconds that target ranks have waited for a slot since the last row."""

@@ -8,7 +8,6 @@ import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,67 +16,47 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dflash_ddp.accept import AcceptTally
 from dflash_ddp.batch import PackedBatch
-from dflash_ddp.channel import Received
-from dflash_ddp.checkpoint import (
-    TrainerState,
-    load_tensors,
-    read_state,
-    save_checkpoint,
-)
-from dflash_ddp.compiling import require_compiler, use_cache
+from dflash_ddp.checkpoint import TrainerState, load_tensors, read_state
+from dflash_ddp.compiling import compile_now, require_compiler
+from dflash_ddp.config import Export, PositionWeight, Recompute
 from dflash_ddp.control import Control
 from dflash_ddp.costs import find_gpu
-from dflash_ddp.drafter.blocks import make_blocks, sample_anchors
+from dflash_ddp.drafter.badsteps import BadSteps
+from dflash_ddp.drafter.blocks import decay_gamma, make_blocks, sample_anchors
 from dflash_ddp.drafter.heldout import tally_batch
 from dflash_ddp.drafter.inputs import HostInputs, host_inputs, to_device
+from dflash_ddp.drafter.intake import Features, Intake
+from dflash_ddp.drafter.loss import even_chunk_rows
 from dflash_ddp.drafter.metrics import microbatch_sums
 from dflash_ddp.drafter.model import Drafter
-from dflash_ddp.drafter.optim import clip_gradients, lr_multiplier, make_optimizer, set_lr
+from dflash_ddp.drafter.optim import (
+    clip_gradients,
+    lr_multiplier,
+    make_optimizer,
+    set_lr,
+    step_if_finite,
+)
+from dflash_ddp.drafter.saving import Saver, best_step
 from dflash_ddp.drafter.step import (
     LossSettings,
     Tables,
     compile_step,
+    forward,
     forward_backward,
     resolve_recompute,
 )
 from dflash_ddp.drafter.steplog import StepLog
-from dflash_ddp.export import native_config, save_native
 from dflash_ddp.facts import read_facts
+from dflash_ddp.native import load_weights
 from dflash_ddp.panel import make_setup
-from dflash_ddp.runlog import RunLog
-from dflash_ddp.schedule import Kind
+from dflash_ddp.runlog import RunLog, Summary
+from dflash_ddp.schedule import Kind, StreamItem
 from dflash_ddp.startup import Run
+from dflash_ddp.stopping import Stopping
 from dflash_ddp.target.tables import random_tables, read_tables
 from dflash_ddp.world import World
 
 logger = logging.getLogger(__name__)
-
-
-class Features(Protocol):
-    """Where a drafter's feature batches come from: the channel, or the rank itself."""
-
-    wait_s: float
-    num_full: int
-
-    def receive(self) -> Received | None:
-        """The next feature batch of this drafter; None after its last."""
-
-    def release(self, received: Received) -> None:
-        """Give its slot back."""
-
-    def close(self) -> None:
-        """Wait until nothing more can come."""
-
-
-class Summary(NamedTuple):
-    """What a finished run says in one line."""
-
-    steps: int
-    loss: float | None
-    accept_length: float | None
-    untrained_accept_length: float | None
-    tokens_per_s: float
-    export: str
 
 
 def target_tables(run: Run, device: torch.device) -> Tables:
@@ -93,26 +72,26 @@ class DrafterWorker:
 
     def __init__(self, run: Run, world: World, control: Control, features: Features) -> None:
         """Build the drafter, load the target's tables and, on resume, the checkpoint."""
-        self.run, self.world, self.control, self.features = run, world, control, features
+        self.run, self.world, self.control = run, world, control
         self.ordinal = world.topology.drafter_ranks.index(world.rank)
+        self.intake = Intake(run, features, self.ordinal)
         self.num_drafters = run.config.split.drafters
         device = world.device
         self.model = Drafter(run.shape)
         self.model.reset_parameters(run.config.seed)
+        if run.config.drafter.init_from is not None:
+            load_weights(self.model, Path(run.config.drafter.init_from))
         self.model.to(device)
         self.optimizer = make_optimizer(self.model, run.config.optim)
         config = run.config
         self.tables = target_tables(run, device)
-        if run.found.checkpoint is not None:
-            folder = Path(run.found.checkpoint)
-            load_tensors(folder, self.model, self.optimizer, read_state(folder).step)
         self.loss = self._loss_settings()
+        if config.loss.position_weight is PositionWeight.dpace:
+            self.loss = self.loss._replace(dpace_alpha=config.loss.dpace_alpha)
         self.trained = self._data_parallel()
-        self.sequence = 0
         self.log: RunLog | None = None
         if self.ordinal == 0:
-            cuda = device.type == "cuda"
-            gpu = find_gpu(torch.cuda.get_device_name(device)) if cuda else None
+            gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
             setup = make_setup(read_facts(config), gpu)
             self.log = RunLog(run.folder, config, setup, first_step=run.found.first_step)
             control.before_exit(self._close_log_after_error)
@@ -122,8 +101,25 @@ class DrafterWorker:
             self.log,
             block_size=config.drafter.block_size,
             tokens=run.found.tokens,
+            more=self._more,
         )
+        self.saver: Saver | None = None
+        if self.ordinal == 0:
+            self.saver = Saver(run, control, self.model, self.optimizer)
         self.accept_lengths: dict[int, float | None] = {}
+        num_bad = 0
+        if run.found.checkpoint is not None:
+            folder = Path(run.found.checkpoint)
+            state = read_state(folder)
+            load_tensors(folder, self.model, self.optimizer)
+            self.steplog.restore(state.sums, self.ordinal)
+            self.accept_lengths, num_bad = dict(state.accept_lengths), state.bad_steps
+        self.bad_steps = BadSteps(run, world.rank, speaks=self.ordinal == 0, count=num_bad)
+
+    def _more(self, step: int) -> dict[str, float]:
+        """Values of a row that others than the step log know."""
+        saved = {} if self.saver is None else self.saver.metrics()
+        return {"optim/bad_steps": self.bad_steps.count(step)} | saved
 
     def _close_log_after_error(self) -> None:
         if self.log is not None:
@@ -132,14 +128,33 @@ class DrafterWorker:
     def _loss_settings(self) -> LossSettings:
         config = self.run.config
         recompute = resolve_recompute(config.loss.recompute)
+        num_slots = config.drafter.num_anchors * (config.drafter.block_size - 1)
+        chunk_rows = even_chunk_rows(num_slots, config.loss.chunk_rows)
         cuda = self.world.device.type == "cuda"
         if cuda:
             require_compiler()  # attention is compiled there even if nothing else is
         if not (cuda if config.drafter.compile is None else config.drafter.compile):
-            return LossSettings(config.loss.chunk_rows, recompute)
-        warm = use_cache()
-        logger.info("compiled code: %s", "found in the cache" if warm else "cache is empty")
-        return compile_step(self.model, chunk_rows=config.loss.chunk_rows, recompute=recompute)
+            return LossSettings(chunk_rows, recompute)
+        self.loss = compile_step(self.model, chunk_rows=chunk_rows, recompute=recompute)
+        graphs = f"{self.run.shape} {self.run.drafter_dtype} {config.tokens_per_batch} "
+        graphs += f"{config.drafter.num_anchors} {len(self.tables.head_VH)} {self.loss[:2]}"
+        compile_now("the drafter", graphs, self._step_once)
+        return self.loss
+
+    def _step_once(self) -> None:
+        """Forward with and without gradients, and backward, as training and evaluation run them."""
+        run, device = self.run, self.world.device
+        host = self._host_inputs(run.load(StreamItem(0, Kind.TRAIN, 0, 0, 0)))
+        inputs = to_device(host, run.shape, device)
+        size = (run.config.tokens_per_batch, run.feature_width)
+        features_SC = torch.zeros(size, dtype=run.drafter_dtype, device=device)
+        scale = torch.ones((), device=device)
+        forward_backward(self.model, self.tables, features_SC, inputs, scale=scale, loss=self.loss)
+        self.model.zero_grad(set_to_none=True)
+        if run.heldout is not None:
+            with torch.no_grad():
+                evaluated = self.loss._replace(recompute=Recompute.none)
+                forward(self.model, self.tables, features_SC, inputs, loss=evaluated)
 
     def _data_parallel(self) -> nn.Module:
         if self.num_drafters == 1:
@@ -154,73 +169,64 @@ class DrafterWorker:
         )
 
     def train(self) -> Summary:
-        """Run all steps; the summary is the same on every drafter rank but for its figures."""
-        run, config = self.run, self.run.config
+        """Run all steps, or as many as are wanted; the summary is that of the first drafter rank."""
+        run, config, control = self.run, self.run.config, self.control
         assert config.steps is not None
         start, steplog = time.monotonic(), self.steplog
+        stopping = Stopping(control, self.world.drafter_group, config.max_hours)
         if run.found.first_step == config.steps:
             logger.info("all %d steps are complete already; nothing is trained", config.steps)
         for step in range(run.found.first_step, config.steps + 1):
             if step in run.schedule.eval_steps:
                 steplog.write()
                 self._evaluate(step)
-            if step > run.found.first_step and self._saves_at(step):
-                steplog.write()
-                self._save(step)
-            if step == config.steps:
+            wish = stopping.agree()
+            ends = wish.stop or step == config.steps
+            if wish.stop:
+                control.request_stop(run.schedule.first_item(step))
+            due = ends or wish.save or self._saves_at(step) or step == self._best
+            if due and step > run.found.first_step:
+                self._save(step, last=ends)
+            if ends:
                 break
-            self.control.phase(f"train step {step}")
+            control.phase(f"train step {step}")
             lr = self._step(step)
             if self._logs_at(step + 1):
+                features = self.intake.features
                 steplog.measure(
-                    step + 1, lr=lr, wait_s=self.features.wait_s, slots_full=self.features.num_full
+                    step + 1, lr=lr, wait_s=features.wait_s, slots_full=features.num_full
                 )
             else:
                 steplog.write()
-        self.features.close()
+        self.intake.features.close()
         elapsed = time.monotonic() - start
+        stopped_by = stopping.reason if step < config.steps else None
+        if stopped_by is not None:
+            logger.warning(
+                "%s: stopped after %d of %d steps; the same command goes on",
+                *(stopped_by, step, config.steps),
+            )
+        exported = self.saver.finish(step, self._best) if self.saver is not None else None
         return Summary(
-            steps=config.steps,
+            steps=step,
             loss=steplog.last_loss,
-            accept_length=self.accept_lengths.get(config.steps),
+            accept_length=self.accept_lengths.get(step if exported is None else exported),
             untrained_accept_length=self.accept_lengths.get(0),
             tokens_per_s=(steplog.tokens - run.found.tokens) / elapsed,
+            best_step=exported,
             export=str(run.folder / "export"),
+            stopped_by=stopped_by,
         )
 
     def _saves_at(self, step: int) -> bool:
         every = self.run.config.checkpoint.every
-        return step == self.run.config.steps or bool(every and step % every == 0)
+        return bool(every and step % every == 0)
 
     def _logs_at(self, step: int) -> bool:
-        """Also before an evaluation and a checkpoint, so that their token counts are exact."""
-        due = step % self.run.config.logging.every == 0 or step in self.run.schedule.eval_steps
-        return due or self._saves_at(step)
-
-    def _next_item(self) -> int:
-        item = self.run.schedule.item_of(self.ordinal, self.sequence)
-        self.sequence += 1
-        return item
-
-    def _receive(self, item: int, batch: PackedBatch) -> Received:
-        """The features of `batch`, proven to belong to it.
-
-        Raises:
-            ValueError: another item or other tokens than this rank's schedule says.
-        """
-        received = self.features.receive()
-        if received is None:
-            raise ValueError(f"the stream ended before item {item}")
-        header = received.header
-        if received.item != item or header.digest != batch.digest():
-            raise ValueError(
-                f"features of item {received.item} (digest {header.digest:08x}) came where item "
-                f"{item} (digest {batch.digest():08x}) was due: do all nodes hold the same data?"
-            )
-        return received
-
-    def _features_of(self, received: Received) -> Tensor:
-        return self.run.slot_features(received.slot).to(self.run.drafter_dtype)
+        """Also before an evaluation, so that its token count is exact, and at the end."""
+        config = self.run.config
+        due = step % config.logging.every == 0 or step == config.steps
+        return due or step in self.run.schedule.eval_steps
 
     def _host_inputs(self, batch: PackedBatch) -> HostInputs:
         config = self.run.config
@@ -230,14 +236,14 @@ class DrafterWorker:
             anchors,
             num_anchors=config.drafter.num_anchors,
             block_size=config.drafter.block_size,
-            gamma=config.loss.position_gamma,
+            gamma=decay_gamma(config.loss, config.drafter.block_size),
         )
         return host_inputs(
             batch,
             blocks,
             self.run.shape,
             context_length=config.tokens_per_batch,
-            chunk_rows=config.loss.chunk_rows,
+            chunk_rows=self.loss.chunk_rows,
             flex=self.world.device.type == "cuda",
         )
 
@@ -245,23 +251,24 @@ class DrafterWorker:
         """One optimizer step; the learning rate used."""
         config = self.run.config
         assert config.steps is not None
-        items = [self._next_item() for _ in range(config.microbatches)]
-        batches = [self.run.load(self.run.schedule.item(item)) for item in items]
-        hosts = [self._host_inputs(batch) for batch in batches]
+        taken = [self.intake.next(Kind.TRAIN) for _ in range(config.microbatches)]
+        hosts = [self._host_inputs(batch) for _, batch in taken]
         scale = self._scale(sum(host.weight_sum for host in hosts))
-        for i, (item, batch, host) in enumerate(zip(items, batches, hosts, strict=True)):
-            received = self._receive(item, batch)
+        losses = []
+        for i, ((item, batch), host) in enumerate(zip(taken, hosts, strict=True)):
+            received = self.intake.receive(item, batch)
             inputs = to_device(host, self.run.shape, self.world.device)
-            with self._reduce_at(last=i == len(items) - 1):
+            with self._reduce_at(last=i == len(taken) - 1):
                 result = forward_backward(
                     self.trained,
                     self.tables,
-                    self._features_of(received),
+                    self.intake.tensor(received),
                     inputs,
                     scale=scale,
                     loss=self.loss,
                 )
-            self.features.release(received)
+            self.intake.features.release(received)
+            losses.append(result.loss_sum)
             self.steplog.add(
                 microbatch_sums(
                     result, inputs, weight_sum=host.weight_sum, num_tokens=host.num_tokens
@@ -275,9 +282,10 @@ class DrafterWorker:
         )
         grad_norm = clip_gradients(self.model.parameters(), config.optim.max_grad_norm)
         set_lr(self.optimizer, lr)
-        self.optimizer.step()
+        step_if_finite(self.optimizer, grad_norm)
         self.optimizer.zero_grad(set_to_none=self.num_drafters == 1)
         self.steplog.end_step(grad_norm)
+        self.bad_steps.add(step + 1, [batch for _, batch in taken], losses, grad_norm)
         return lr
 
     def _scale(self, weight_sum: float) -> Tensor:
@@ -304,52 +312,49 @@ class DrafterWorker:
         config, schedule = self.run.config, self.run.schedule
         tally = AcceptTally.empty(config.drafter.block_size).to_array()
         for _ in range(self.ordinal, schedule.num_heldout, self.num_drafters):
-            item = self._next_item()
-            stream_item = schedule.item(item)
-            assert stream_item.kind is Kind.HELDOUT
-            batch = self.run.load(stream_item)
-            received = self._receive(item, batch)
+            item, batch = self.intake.next(Kind.HELDOUT)
+            received = self.intake.receive(item, batch)
             tally += tally_batch(
                 self.model,
                 self.tables,
-                self._features_of(received),
+                self.intake.tensor(received),
                 batch,
                 num_anchors=config.drafter.num_anchors,
                 loss=self.loss,
             ).to_array()
-            self.features.release(received)
+            self.intake.features.release(received)
         self.steplog.not_training()
         total = torch.from_numpy(tally).to(self.world.device)
         # Who meets: all drafter ranks, after their share of the held-out batches.
         dist.all_reduce(total, group=self.world.drafter_group)
         result = AcceptTally.from_array(total.cpu().numpy())
         self.accept_lengths[step] = result.accept_length
-        self.steplog.write_heldout(step, result)
+        self.steplog.write_heldout(step, result, generated=config.data.heldout_generated)
+        if step == config.steps:
+            logger.info("%s", result.chart())
 
-    def _native_config(self) -> dict:
-        run = self.run
-        return native_config(run.shape, run.spec, run.found.capture_layers, run.drafter_dtype)
-
-    def _save(self, step: int) -> None:
-        """Checkpoint; at the last step also the final drafter."""
-        if self.ordinal != 0:
+    def _save(self, step: int, *, last: bool) -> None:
+        """Checkpoint: all drafter ranks bring their sums, the first one saves."""
+        self.steplog.write()
+        self.bad_steps.look(wait=True)
+        sums = self.steplog.gather()
+        if self.saver is None:
             return
         self.control.phase(f"save step {step}")
-        run, start = self.run, time.monotonic()
-        checkpoints = run.folder / "checkpoints"
-        folder = save_checkpoint(
-            checkpoints,
-            self.model,
-            self.optimizer,
-            TrainerState(step, self.steplog.tokens, run.fingerprint()),
-            native_config=self._native_config(),
-            dtype=run.drafter_dtype,
-            keep_last=run.config.checkpoint.keep_last,
+        state = TrainerState(
+            step=step,
+            tokens=self.steplog.tokens,
+            sums=sums,
+            bad_steps=self.bad_steps.count(step),
+            accept_lengths=list(self.accept_lengths.items()),
+            fingerprint=self.run.fingerprint(),
         )
-        if step == run.config.steps:
-            export = run.folder / "export"
-            export.mkdir(exist_ok=True)
-            weights = self.model.state_dict()
-            save_native(export, weights, self._native_config(), run.drafter_dtype)
-        logger.info("saved %s, %.1f s", folder, time.monotonic() - start)
+        self.saver.save(state, best=self._best, last=last)
         self.steplog.not_training()
+
+    @property
+    def _best(self) -> int | None:
+        """The step that export/ shall be of; None: the last."""
+        if self.run.config.checkpoint.export is Export.last:
+            return None
+        return best_step(self.accept_lengths)

@@ -180,6 +180,26 @@ class Target:
             )
 
 
+def compile_rows(target: Target) -> None:
+    """Run a row alone and two rows together: the two shapes that compiled layers tell apart."""
+    for lengths in ((48,), (48, 48)):
+        num_tokens = sum(lengths)
+        ids = np.arange(num_tokens, dtype=np.int32) % target.table_rows
+        batch = PackedBatch(
+            index=-1,
+            input_ids=ids,
+            positions=ids,
+            loss_mask=np.zeros(num_tokens, dtype=bool),
+            document_lengths=np.array(lengths, dtype=np.int32),
+            document_ids=np.arange(len(lengths)),
+        )
+        shape = (num_tokens, target.feature_width)
+        out_SC = torch.empty(shape, dtype=target.model.dtype, device=target.device)
+        target.features(batch, out_SC)
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+
+
 def _padded_ids(
     input_ids: np.ndarray, groups: Sequence[RowGroup], rows: Sequence[Sequence[tuple[int, int]]]
 ) -> np.ndarray:

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from dflash_ddp.batch import PackedBatch
 from dflash_ddp.channel import FeatureSender, Routing
-from dflash_ddp.compiling import require_compiler, require_main_thread
+from dflash_ddp.compiling import compile_now, require_compiler, require_main_thread
 from dflash_ddp.control import Control
 from dflash_ddp.startup import Run
-from dflash_ddp.target.capture import Target, check_features
+from dflash_ddp.target.capture import Target, check_features, compile_rows
 from dflash_ddp.target.compiled import compile_layers
 from dflash_ddp.target.model import load_target, random_target
 from dflash_ddp.target.tables import read_config
@@ -30,12 +30,16 @@ class FeatureSource:
         """Load the target; compile its layers on GPUs unless switched off."""
         config, start = run.config.target, time.monotonic()
         model = _load(run, device)
-        if device.type == "cuda" if config.compile is None else config.compile:
+        compiled = device.type == "cuda" if config.compile is None else config.compile
+        if compiled:
             require_compiler()
             compile_layers(model)
         self._target = Target(model, run.found.capture_layers, max_row_tokens=config.row_tokens)
         self._checked = False
         logger.info("target %s is loaded, %.0f s", config.path, time.monotonic() - start)
+        if compiled:
+            graphs = f"{model.config.to_json_string()} {run.feature_dtype}"
+            compile_now("the target", graphs, lambda: compile_rows(self._target))
 
     def features(self, batch: PackedBatch, out_SC: Tensor) -> None:
         """Write the features of `batch` into the first n rows of `out_SC` [S, C].

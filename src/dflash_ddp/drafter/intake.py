@@ -1,0 +1,64 @@
+"""What a drafter rank takes in: its packed batches in order, and the features that belong to each."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from dflash_ddp.batch import PackedBatch
+from dflash_ddp.channel import Received
+from dflash_ddp.schedule import Kind
+from dflash_ddp.startup import Run
+
+
+class Features(Protocol):
+    """Where a drafter's feature batches come from: the channel, or the rank itself."""
+
+    wait_s: float
+    num_full: int
+
+    def receive(self) -> Received | None:
+        """The next feature batch of this drafter; None after its last."""
+
+    def release(self, received: Received) -> None:
+        """Give its slot back."""
+
+    def close(self) -> None:
+        """Wait until nothing more can come."""
+
+
+class Intake:
+    """The items of one drafter rank, one after the other."""
+
+    def __init__(self, run: Run, features: Features, ordinal: int) -> None:
+        """Stand before the first item of drafter `ordinal`."""
+        self.features = features
+        self._run, self._ordinal, self._sequence = run, ordinal, 0
+
+    def next(self, kind: Kind) -> tuple[int, PackedBatch]:
+        """The next item and its packed batch; its features may still be on their way."""
+        item = self._run.schedule.item_of(self._ordinal, self._sequence)
+        self._sequence += 1
+        stream_item = self._run.schedule.item(item)
+        assert stream_item.kind is kind
+        return item, self._run.load(stream_item)
+
+    def receive(self, item: int, batch: PackedBatch) -> Received:
+        """The features of `batch`, proven to belong to it.
+
+        Raises:
+            ValueError: another item or other tokens than this rank's schedule says.
+        """
+        received = self.features.receive()
+        if received is None:
+            raise ValueError(f"the stream ended before item {item}")
+        header = received.header
+        if received.item != item or header.digest != batch.digest():
+            raise ValueError(
+                f"features of item {received.item} (digest {header.digest:08x}) came where item "
+                f"{item} (digest {batch.digest():08x}) was due: do all nodes hold the same data?"
+            )
+        return received
+
+    def tensor(self, received: Received) -> Tensor:
+        """Its context features [S, C] in the drafter's compute dtype."""
+        return self._run.slot_features(received.slot).to(self._run.drafter_dtype)

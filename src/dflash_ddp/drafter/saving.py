@@ -1,0 +1,187 @@
+"""What is saved when: a copy to host memory in the training thread, everything else in a thread of its own.
+
+In: the state of a step. Out: a checkpoint on disk, older ones rotated away, and at the end `export/`. A write that
+fails says so and is made good by the next one, unless `checkpoint.on_error` says stop; the last one of a run is tried
+again a few times and then ends the run, since nothing comes after it. The first drafter rank saves.
+"""
+
+import logging
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from dflash_ddp.checkpoint import (
+    HostCopy,
+    TrainerState,
+    complete_checkpoints,
+    kept_steps,
+    put_in_place,
+    rotate,
+    step_folder,
+    step_of,
+    write_checkpoint,
+)
+from dflash_ddp.config import Export, OnError
+from dflash_ddp.control import Control
+from dflash_ddp.log import exit_on_error
+from dflash_ddp.native import native_config
+from dflash_ddp.startup import Run
+from dflash_ddp.upload import Uploader
+
+logger = logging.getLogger(__name__)
+
+LAST_TRIES_S = (1.0, 4.0, 10.0)
+"""Pauses between the tries to write the last checkpoint of a run."""
+
+
+def best_step(accept_lengths: dict[int, float | None]) -> int | None:
+    """The trained step with the highest held-out accept length, the first of equals."""
+    trained = {s: length for s, length in accept_lengths.items() if s and length is not None}
+    return max(sorted(trained), key=lambda s: trained[s]) if trained else None
+
+
+class Saver:
+    """Owns the host copy, and at most one write at a time."""
+
+    def __init__(
+        self, run: Run, control: Control, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Allocate the host copy."""
+        self._run, self._control = run, control
+        self._copy = HostCopy(model, optimizer)
+        self._checkpoints = run.folder / "checkpoints"
+        self._thread: threading.Thread | None = None
+        self._stall_s = 0.0
+        self._metrics: dict[str, float] = {}
+        self._num_failed = 0
+        upload = run.config.checkpoint.upload
+        self._uploader = None if upload is None else Uploader(upload, control)
+
+    def save(self, state: TrainerState, *, best: int | None, last: bool) -> None:
+        """Copy now, write later. Waits only for an earlier write that is not finished.
+
+        Args:
+            state: of this step.
+            best: the step whose checkpoint is kept in any case.
+            last: nothing comes after it.
+        """
+        start = time.monotonic()
+        self.wait()
+        events = self._copy.take()
+        self._stall_s = time.monotonic() - start
+        self._thread = threading.Thread(
+            target=self._write, args=(state, events, best, last), name="save", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the write in progress has ended."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def metrics(self) -> dict[str, float]:
+        """Of the writes that ended since the last call, for the next row."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def _write(
+        self,
+        state: TrainerState,
+        events: tuple[torch.cuda.Event, torch.cuda.Event] | None,
+        best: int | None,
+        last: bool,
+    ) -> None:
+        with exit_on_error(self._control.fail):
+            if events is not None:
+                begin, end = events
+                end.synchronize()
+                self._stall_s += begin.elapsed_time(end) / 1000
+            start = time.monotonic()
+            folder = self._try_to_write(state, last)
+            if folder is None:
+                return
+            write_s = time.monotonic() - start
+            logger.info(
+                "saved %s: training stood still for %.2f s, written in %.2f s",
+                *(folder, self._stall_s, write_s),
+            )
+            self._metrics |= {"checkpoint/stall_s": self._stall_s, "checkpoint/write_s": write_s}
+            self._rotate(best)
+            if self._uploader is not None:
+                self._uploader.offer(folder)
+
+    def _try_to_write(self, state: TrainerState, last: bool) -> Path | None:
+        """The checkpoint; None if it cannot be written and training goes on.
+
+        Raises:
+            RuntimeError: training does not go on.
+        """
+        run = self._run
+        for pause in (*(LAST_TRIES_S if last else ()), None):
+            try:
+                return write_checkpoint(
+                    self._checkpoints,
+                    self._copy.tensors,
+                    state,
+                    native_config=native_config(
+                        run.shape, run.spec, run.found.capture_layers, run.drafter_dtype
+                    ),
+                    dtype=run.drafter_dtype,
+                )
+            except (OSError, SafetensorError) as error:
+                self._num_failed += 1
+                self._metrics |= {"checkpoint/failed": self._num_failed}
+                text = f"the checkpoint of step {state.step} cannot be written: {error}"
+                stops = run.config.checkpoint.on_error is OnError.stop
+                if stops or (last and pause is None):
+                    raise RuntimeError(text) from error
+                then = "at the next one" if pause is None else f"in {pause:.0f} s"
+                logger.error("%s; trying again %s", text, then)
+                time.sleep(pause or 0)
+        return None
+
+    def _rotate(self, best: int | None) -> None:
+        config = self._run.config.checkpoint
+        uploading = self._uploader.busy if self._uploader is not None else None
+        try:
+            steps = [step_of(folder) for folder in complete_checkpoints(self._checkpoints)]
+            keep = kept_steps(
+                steps, keep_last=config.keep_last, keep_every=config.keep_every, best=best
+            )
+            rotate(self._checkpoints, keep, but=uploading)
+        except OSError as error:
+            logger.error("old checkpoints cannot be deleted: %s", error)
+
+    def finish(self, step: int, best: int | None) -> int | None:
+        """Write `export/`, wait for uploads; the step of the drafter in it, None before any.
+
+        Args:
+            step: the last one saved.
+            best: the step wanted.
+        """
+        self.wait()
+        export = self._run.folder / "export"
+        wanted = [best, step] if self._run.config.checkpoint.export is Export.best else [step]
+        exported = next(
+            (s for s in wanted if s and step_folder(self._checkpoints, s).is_dir()), None
+        )
+        if exported is None:
+            return None
+        if exported != wanted[0] and wanted[0] is not None:
+            logger.warning("the checkpoint of the best step %d is gone", wanted[0])
+        work = export.with_name(".tmp-export")
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.copytree(
+            step_folder(self._checkpoints, exported),
+            work,
+            ignore=shutil.ignore_patterns("trainer.*"),
+        )
+        put_in_place(work, export)
+        if self._uploader is not None:
+            self._uploader.close(export)
+        return exported

@@ -1,0 +1,34 @@
+"""What a run that failed leaves behind: `failure.json`, with the first cause and the phase of each rank."""
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+FAILURE_FILE = "failure.json"
+
+
+def write_failure(
+    folder: Path, *, cause: str, trace: str, phases: dict[str, str], restart: int
+) -> None:
+    """Write failure.json, whole or not at all; that it cannot be written is a warning.
+
+    Args:
+        folder: the run's.
+        cause: the first cause of all ranks.
+        trace: where in the code, if an exception was the cause.
+        phases: what each rank did at its last beat.
+        restart: how often the launcher had started the ranks anew.
+    """
+    at = time.strftime("%Y-%m-%d %H:%M:%S")
+    failure = {"at": at, "restart": restart, "cause": cause, "trace": trace, "phases": phases}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f".{FAILURE_FILE}.{os.getpid()}"
+        part.write_text(json.dumps(failure, indent=2) + "\n", encoding="utf-8")
+        part.rename(folder / FAILURE_FILE)
+    except OSError as error:
+        logger.warning("%s cannot be written: %s", folder / FAILURE_FILE, error)
