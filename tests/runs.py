@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 MODULE = ["-m", "dflash_ddp.train"]
 _MARK = "DFLASH_TEST_MARK"
-_TIMES = ("speed/", "wait/", "checkpoint/")  # keys of a row that differ between any two runs
+# Keys of a row that differ between any two runs.
+_TIMES = ("speed/", "wait/", "checkpoint/", "channel/", "memory/")
 
 
 class Ended(NamedTuple):
@@ -141,12 +142,16 @@ def run(
         return ended
 
 
+def all_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl, without what time decides. JSON keeps every digit."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    """The same without what time decides. JSON keeps every digit."""
     return [
-        {key: value for key, value in json.loads(line).items() if not key.startswith(_TIMES)}
-        for line in lines
+        {key: value for key, value in row.items() if not key.startswith(_TIMES)}
+        for row in all_rows(folder)
     ]
 
 

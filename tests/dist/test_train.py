@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 from material import STEPS, TOKENS_PER_BATCH, Material
-from runs import Ended, Running, assert_equal_state, rows, run, running, state
+from runs import Ended, Running, all_rows, assert_equal_state, rows, run, running, state
 from targets import build_tokenizer
 from training import train
 
+from dflash_ddp import glossary
 from dflash_ddp.data.packing import Packing, packed_batch
 from dflash_ddp.data.rendering import RenderSettings
 from dflash_ddp.data.store import DocumentStore, prepare
@@ -44,6 +45,7 @@ def test_a_run_writes_every_step_and_both_ends(one_target):
     assert measured == [0, 3, 6]
     assert trained[-1]["train/loss"] < trained[0]["train/loss"]
     assert (one_target / "export" / "model.safetensors").is_file()
+    assert "heldout/walk_on_text" in (one_target / "report.html").read_text()
 
 
 def test_a_run_may_start_from_the_drafter_of_another(material, one_target):
@@ -61,6 +63,12 @@ def test_a_run_may_start_from_the_drafter_of_another(material, one_target):
         2, material.overrides("refused", "split=1t1d", "drafter.block_size=5", start), code=None
     )
     assert "block_size: 4 there, 5 here" in refused.output
+
+
+def test_every_number_that_a_run_logs_is_in_the_glossary(one_target):
+    logged = {key for row in all_rows(one_target) for key in row}
+    assert {key for key in logged if glossary.find(key) is None} == set()
+    assert {"wait/drafter_share", "channel/slots_full", "heldout/slot_1"} <= logged
 
 
 @pytest.mark.parametrize(
