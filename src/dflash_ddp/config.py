@@ -284,6 +284,8 @@ class Config:
     """Save and end after so many hours, as on SIGTERM; > 0; null: no limit. Leave time for the last save."""
     device: Device = Device.auto
     """auto | cuda | cpu."""
+    dry_run: bool = False
+    """Check settings, files, tokenizer, a sample of the text, memory and write access; start nothing."""
     heartbeat_timeout_s: float = 60.0
     """A rank whose heart has stopped for so long ends the run; > 0."""
     target: TargetConfig = field(default_factory=TargetConfig)

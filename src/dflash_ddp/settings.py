@@ -4,10 +4,8 @@ Unknown keys, wrong types and values out of bounds are refused with key, value a
 """
 
 import difflib
-import hashlib
 import math
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -237,15 +235,6 @@ def override_problems(overrides: list[str]) -> list[str]:
             tree = {part: tree}
         found += _unknown_keys(tree, Config, prefix="")
     return found
-
-
-def sweep_folder(overrides: str) -> str:
-    """A job's overrides as one folder's name: no separators, at most 80 bytes, and distinct."""
-    plain = re.sub(r"[^\w.,=+-]", "_", overrides, flags=re.ASCII)
-    if plain == overrides and len(plain) <= 80:
-        return plain
-    digest = hashlib.blake2b(overrides.encode(), digest_size=4).hexdigest()
-    return f"{plain[:70]}-{digest}"
 
 
 def resolved(config: Config) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from dflash_ddp.data.report import format_report
 from dflash_ddp.data.store import DocumentStore, documents_in_both, prepare
 from dflash_ddp.drafter.blocks import decay_gamma
 from dflash_ddp.drafter.model import DrafterShape
-from dflash_ddp.folder import claim_folder
+from dflash_ddp.folder import claim_folder, claimed_by
 from dflash_ddp.native import drafter_shape
 from dflash_ddp.preflight import (
     Preflight,
@@ -203,6 +203,8 @@ def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
     control.phase("preflight")
     use_cache_without_hub()
     if launch.rank == 0:
+        if launch.restart_count and claimed_by(config) == launch.run_id:
+            config.resume = "auto"  # the launcher started the ranks anew: never from the beginning
         control.publish("preflight", json.dumps(asdict(preflight(config))))
     found = Preflight(**json.loads(control.wait_for("preflight", "rank 0 to check the settings")))
     control.phase("data")
@@ -220,7 +222,7 @@ def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
     _resolve_steps(run)
     if launch.rank == 0:
         _check_run(run)
-        claim_folder(config, _data_report(run))
+        claim_folder(config, _data_report(run), launch.run_id)
     return run
 
 
