@@ -120,7 +120,8 @@ def preflight(config: Config) -> Preflight:
         spec = read_spec(
             config.target.path, config.target.revision, config.target.trust_remote_code
         )
-        check_files(config.target.path, spec)
+        if not config.target.random_weights:
+            check_files(config.target.path, spec)
         if config.data.max_length > spec.max_position_embeddings:
             raise ConfigError(
                 f"data.max_length={config.data.max_length} must not exceed the target's "
