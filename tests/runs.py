@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 MODULE = ["-m", "dflash_ddp.train"]
 _MARK = "DFLASH_TEST_MARK"
-_TIMES = ("speed/", "wait/", "checkpoint/")  # keys of a row that differ between any two runs
+# Keys of a row that differ between any two runs.
+_TIMES = ("speed/", "wait/", "checkpoint/", "channel/", "memory/")
 
 
 class Ended(NamedTuple):
@@ -57,6 +58,10 @@ class Running:
     def text(self) -> str:
         """All output so far."""
         return self._output.read_text(errors="replace")
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the command itself: the launcher."""
+        self._process.send_signal(number)
 
     def pids(self, *, rank: int | None = None) -> list[int]:
         """Processes of this command that live; of one rank, if asked."""
@@ -97,16 +102,21 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    num_processes: int | None, overrides: list[str], *, first_on_path: Path | None = None
+    num_processes: int | None,
+    overrides: list[str],
+    *,
+    first_on_path: Path | None = None,
+    max_restarts: int = 0,
 ) -> Iterator[Running]:
     """The command at work: under torchrun, or by itself if `num_processes` is None.
 
     first_on_path: a folder of modules that its processes find before all others.
+    max_restarts: how often torchrun starts the ranks anew.
     """
     torchrun: list[str] = []
     if num_processes is not None:
         torchrun = ["-m", "torch.distributed.run", "--standalone"]
-        torchrun += ["--nproc_per_node", str(num_processes)]
+        torchrun += ["--nproc_per_node", str(num_processes), f"--max_restarts={max_restarts}"]
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, *torchrun, *MODULE, *overrides]
         command = Running(words, Path(folder) / "output", first_on_path)
@@ -132,12 +142,16 @@ def run(
         return ended
 
 
+def all_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl, without what time decides. JSON keeps every digit."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    """The same without what time decides. JSON keeps every digit."""
     return [
-        {key: value for key, value in json.loads(line).items() if not key.startswith(_TIMES)}
-        for line in lines
+        {key: value for key, value in row.items() if not key.startswith(_TIMES)}
+        for row in all_rows(folder)
     ]
 
 

@@ -131,7 +131,7 @@ def test_a_link_in_place_of_the_folder_is_the_users_choice(copy, tmp_path):
     (tmp_path / "large disk").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "large disk")
     preflight(settings(copy))
-    claim_folder(settings(copy), {})
+    claim_folder(settings(copy), {}, "here")
     assert (tmp_path / "large disk" / "config.yaml").is_file()
 
 
@@ -155,14 +155,14 @@ def test_a_folder_in_use_is_refused_and_left_alone_until_its_run_is_dead(copy, t
         config = settings(copy, f"resume={resume}")
         assert f"output_dir={run} is in use by another run" in refusal(config)
         with pytest.raises(ConfigError, match="in use"):  # it came between check and claim
-            claim_folder(config, {})
+            claim_folder(config, {}, "here")
         assert leftover.is_dir()
         assert (run / "config.yaml").read_text() == "theirs"
     finally:
         other.kill()
         other.join(30)
     preflight(config)
-    claim_folder(config, {})
+    claim_folder(config, {}, "here")
     assert (run / "config.yaml").read_text() != "theirs"
     assert (tmp_path / "run.1").is_dir() == (resume == "none")
 
@@ -170,7 +170,7 @@ def test_a_folder_in_use_is_refused_and_left_alone_until_its_run_is_dead(copy, t
 def _claim(config: Config, barrier, results) -> None:
     barrier.wait(30)
     try:
-        claim_folder(config, {})
+        claim_folder(config, {}, "here")
         results.put("claimed")
     except ConfigError as error:
         results.put(str(error))
@@ -211,7 +211,7 @@ def test_each_wrong_place_to_resume_from_is_told_apart(copy, tmp_path):
 def test_what_is_written_down_holds_no_credential(copy, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "of-no-known-shape")
     monkeypatch.setattr(sys, "argv", ["train.py", "name=x", "--key=of-no-known-shape"])
-    claim_folder(settings(copy), {"text": {}})
+    claim_folder(settings(copy), {"text": {}}, "here")
     written = {file.name: file.read_text() for file in (tmp_path / "run").iterdir()}
     assert set(written) == {"config.yaml", "data_report.json", "env.json"}
     assert "of-no-known-shape" not in "".join(written.values())

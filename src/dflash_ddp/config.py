@@ -278,10 +278,14 @@ class Config:
     """Packed batches of one optimizer step, over all drafter ranks; a multiple of split.drafters."""
     resume: str = "auto"
     """auto: go on from the newest complete checkpoint, if any | none | a checkpoint's folder."""
+    resume_other_drafters: bool = False
+    """Go on with another split.drafters than the checkpoint's: the same packs in each step, other rounding."""
     max_hours: float | None = None
     """Save and end after so many hours, as on SIGTERM; > 0; null: no limit. Leave time for the last save."""
     device: Device = Device.auto
     """auto | cuda | cpu."""
+    dry_run: bool = False
+    """Check settings, files, tokenizer, a sample of the text, memory and write access; start nothing."""
     heartbeat_timeout_s: float = 60.0
     """A rank whose heart has stopped for so long ends the run; > 0."""
     target: TargetConfig = field(default_factory=TargetConfig)

@@ -54,11 +54,17 @@ def hold_folder(folder: Path) -> None:
         logger.warning("%s cannot be locked (%s): start no second run in it", folder, error)
 
 
-def claim_folder(config: Config, data_report: dict[str, Any]) -> None:
+def claimed_by(config: Config) -> str | None:
+    """The launch that wrote into the run's folder last; None if nobody did."""
+    file = Path(config.output_dir) / "env.json"
+    return json.loads(file.read_text(encoding="utf-8")).get("launch") if file.is_file() else None
+
+
+def claim_folder(config: Config, data_report: dict[str, Any], launch: str) -> None:
     """Take the run's folder, once all is checked: a run that is refused has changed nothing in it.
 
     With resume=none an earlier run is moved aside, never mixed. Writes config.yaml (every setting
-    as resolved), env.json (with what this ran) and data_report.json.
+    as resolved), env.json (with what this ran, in which launch) and data_report.json.
     """
     folder = Path(config.output_dir)
     if folder.is_dir():
@@ -76,5 +82,6 @@ def claim_folder(config: Config, data_report: dict[str, Any]) -> None:
     (folder / "config.yaml").write_text(text, encoding="utf-8")
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     argv = [redact(word) for word in sys.argv]
-    environment = {"argv": argv, "python": sys.version, "torch": torch.__version__, "gpu": gpu}
+    environment: dict[str, Any] = {"launch": launch, "argv": argv, "python": sys.version}
+    environment |= {"torch": torch.__version__, "gpu": gpu}
     (folder / "env.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")

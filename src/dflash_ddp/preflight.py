@@ -1,9 +1,10 @@
 """What rank 0 checks before anything slow: target, drafter, tokenizer and output folder, without loading weights."""
 
+import hashlib
 import logging
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -60,6 +61,7 @@ class Preflight:
     Attributes:
         capture_layers: layers read, ascending.
         mask_token_id: row that fills the blocks.
+        chat_template: hash of the target's.
         checkpoint: folder to go on from, or None.
         first_step: optimizer steps that are complete.
         tokens: tokens trained on so far.
@@ -67,6 +69,7 @@ class Preflight:
 
     capture_layers: list[int]
     mask_token_id: int
+    chat_template: str
     checkpoint: str | None
     first_step: int
     tokens: int
@@ -131,9 +134,8 @@ def preflight(config: Config) -> Preflight:
             spec.num_layers, config.drafter.num_layers
         )
         check_capture_layers(layers, spec.num_layers)
-        mask_token_id = choose_mask_token(
-            spec, load_tokenizer(config), config.drafter.mask_token_id
-        )
+        tokenizer = load_tokenizer(config)
+        mask_token_id = choose_mask_token(spec, tokenizer, config.drafter.mask_token_id)
         shape = drafter_shape(
             config.drafter, spec, num_capture_layers=len(layers), mask_token_id=mask_token_id
         )
@@ -150,11 +152,20 @@ def preflight(config: Config) -> Preflight:
         check_links(folder)
         hold_folder(folder)
     checkpoint = _find_checkpoint(config, folder)
+    template = str(tokenizer.chat_template).encode()
+    found = Preflight(
+        capture_layers=layers,
+        mask_token_id=mask_token_id,
+        chat_template=hashlib.blake2b(template, digest_size=8).hexdigest(),
+        checkpoint=None,
+        first_step=0,
+        tokens=0,
+    )
     if checkpoint is None:
-        return Preflight(layers, mask_token_id, None, 0, 0)
+        return found
     state = read_state(checkpoint)
     logger.info("going on from %s", checkpoint)
-    return Preflight(layers, mask_token_id, str(checkpoint), state.step, state.tokens)
+    return replace(found, checkpoint=str(checkpoint), first_step=state.step, tokens=state.tokens)
 
 
 def check_attention(target: TargetConfig) -> None:

@@ -4,10 +4,8 @@ Unknown keys, wrong types and values out of bounds are refused with key, value a
 """
 
 import difflib
-import hashlib
 import math
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -237,19 +235,6 @@ def override_problems(overrides: list[str]) -> list[str]:
             tree = {part: tree}
         found += _unknown_keys(tree, Config, prefix="")
     return found
-
-
-def sweep_folder(job: list[str], command: list[str]) -> str:
-    """A job's own overrides as one folder's name: no separators, 80 bytes at most, distinct.
-
-    What stands in the command as it is was not swept, and all jobs have it.
-    """
-    own = ",".join(word for word in job if word not in command) or "job"
-    plain = re.sub(r"[^\w.,=+-]", "_", own, flags=re.ASCII)
-    if plain == own and len(plain) <= 80:
-        return plain
-    digest = hashlib.blake2b(own.encode(), digest_size=4).hexdigest()
-    return f"{plain[:70]}-{digest}"
 
 
 def resolved(config: Config) -> dict[str, Any]:

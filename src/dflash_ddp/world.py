@@ -311,6 +311,13 @@ def _bind_gpu(launch: Launch, share_gpu: bool) -> torch.device:
     return device
 
 
+def peak_gib(device: torch.device) -> float | None:
+    """Most memory allocated so far; None on a CPU. Asks the allocator, not the GPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.max_memory_allocated(device) / 2**30
+
+
 def close_world(world: World) -> None:
     """Leave the groups. Only after everybody is done: after an error the process just exits."""
     if world.device.type == "cuda":

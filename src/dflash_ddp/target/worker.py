@@ -16,7 +16,7 @@ from dflash_ddp.target.capture import Target, check_features, compile_rows
 from dflash_ddp.target.compiled import compile_layers
 from dflash_ddp.target.model import load_target, random_target
 from dflash_ddp.target.tables import read_config
-from dflash_ddp.world import World
+from dflash_ddp.world import World, peak_gib
 
 logger = logging.getLogger(__name__)
 
@@ -99,5 +99,6 @@ def stream_features(run: Run, world: World, control: Control, routing: Routing) 
             digest=batch.digest(),
         )
         control.publish(f"wait/{world.rank}", f"{sender.wait_slot_s:.3f}")
+        control.publish(f"memory/{world.rank}", f"{peak_gib(world.device) or ''}")
         control.phase("wait for a free slot")
     sender.drain()
