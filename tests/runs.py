@@ -55,6 +55,11 @@ class Running:
                 command, stdout=file, stderr=subprocess.STDOUT, env=env, stdin=subprocess.DEVNULL
             )
 
+    @property
+    def process_id(self) -> int:
+        """Of the command itself."""
+        return self._process.pid
+
     def text(self) -> str:
         """All output so far."""
         return self._output.read_text(errors="replace")
@@ -98,15 +103,20 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    num_processes: int | None, overrides: list[str], *, first_on_path: Path | None = None
+    num_processes: int | None,
+    overrides: list[str],
+    *,
+    first_on_path: Path | None = None,
+    agent: list[str] | None = None,
 ) -> Iterator[Running]:
     """The command at work: under torchrun, or by itself if `num_processes` is None.
 
     first_on_path: a folder of modules that its processes find before all others.
+    agent: settings of torchrun, in place of one node alone.
     """
     torchrun: list[str] = []
     if num_processes is not None:
-        torchrun = ["-m", "torch.distributed.run", "--standalone"]
+        torchrun = ["-m", "torch.distributed.run", *(agent or ["--standalone"])]
         torchrun += ["--nproc_per_node", str(num_processes)]
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, *torchrun, *MODULE, *overrides]
