@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Without an NVIDIA driver the release of torch that the tests were measured with is taken.
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints-cpu.txt)
 
-.PHONY: help install demo test test-fast test-gpu lint type format clean
+.PHONY: help install demo test test-fast soak test-gpu lint type format clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -22,10 +22,13 @@ demo: install ## train a drafter on real text on this machine's CPU, 2 minutes
 	$(BIN)/torchrun --standalone --nproc_per_node 3 -m dflash_ddp.train experiment=demo
 
 test: install ## every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu and not soak"
 
 test-fast: install ## the tests of one process, seconds
-	$(BIN)/python -m pytest -m "not gpu and not dist"
+	$(BIN)/python -m pytest -m "not gpu and not dist and not soak"
+
+soak: install ## kill a run at random moments 100 times (SOAK_KILLS=n); 10 minutes
+	$(BIN)/python -m pytest -s -m soak
 
 test-gpu: ## the tests that need a GPU, in the Python that is active
 	python3 -m pytest -m gpu

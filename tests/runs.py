@@ -64,6 +64,10 @@ class Running:
         """All output so far."""
         return self._output.read_text(errors="replace")
 
+    def signal(self, number: int) -> None:
+        """Send a signal to the command itself: the launcher."""
+        self._process.send_signal(number)
+
     def pids(self, *, rank: int | None = None) -> list[int]:
         """Processes of this command that live; of one rank, if asked."""
         marks = [self.mark] if rank is None else [self.mark, f"RANK={rank}"]
@@ -107,17 +111,19 @@ def running(
     overrides: list[str],
     *,
     first_on_path: Path | None = None,
+    max_restarts: int = 0,
     agent: list[str] | None = None,
 ) -> Iterator[Running]:
     """The command at work: under torchrun, or by itself if `num_processes` is None.
 
     first_on_path: a folder of modules that its processes find before all others.
+    max_restarts: how often torchrun starts the ranks anew.
     agent: settings of torchrun, in place of one node alone.
     """
     torchrun: list[str] = []
     if num_processes is not None:
         torchrun = ["-m", "torch.distributed.run", *(agent or ["--standalone"])]
-        torchrun += ["--nproc_per_node", str(num_processes)]
+        torchrun += ["--nproc_per_node", str(num_processes), f"--max_restarts={max_restarts}"]
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, *torchrun, *MODULE, *overrides]
         command = Running(words, Path(folder) / "output", first_on_path)

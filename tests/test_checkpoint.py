@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 import signal
 import time
 
@@ -180,11 +179,32 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, caplog, damage)
     assert f"passing over {newer}, which is damaged" in caplog.text
 
 
-def test_what_is_no_checkpoint_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"trainer\.json"):
-        read_state(tmp_path)
+@pytest.mark.parametrize(
+    ("inside", "words"),
+    [
+        (None, "no such folder"),
+        ([], "it is empty"),
+        ([".tmp-step_00000001"], "nothing but parts of saves that were killed"),
+        (["step_00000001"], "it has no trainer.json"),
+    ],
+)
+def test_what_is_no_checkpoint_is_named(tmp_path, inside, words):
+    folder = tmp_path / "given"
+    for name in inside or []:
+        (folder / name).mkdir(parents=True)
+    if inside == []:
+        folder.mkdir()
+    with pytest.raises(ConfigError, match=words):
+        read_state(folder)
     assert complete_checkpoints(tmp_path / "absent") == []
-    shutil.rmtree(tmp_path)
+
+
+def test_a_compiled_drafter_has_the_same_names(tmp_path):
+    """So a run goes on with the compiler on or off."""
+    names = {*HostCopy(*trained(1)).tensors}
+    model, optimizer = trained(1)
+    model.compile_parts()
+    assert {*HostCopy(model, optimizer).tensors} == names
 
 
 def test_differences_name_old_and_new():

@@ -1,6 +1,9 @@
 """Settings: every file composes, every mistake is refused with key, value and rule."""
 
 import ast
+import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +12,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from dflash_ddp.config import Config, ConfigError, PositionWeight, Recompute, Wandb
-from dflash_ddp.settings import parse, problems, resolved
+from dflash_ddp.settings import override_problems, parse, problems, resolved
 from dflash_ddp.train import CONF_DIR
 
 
@@ -87,6 +90,16 @@ def test_readme_and_files_state_the_same_defaults():
         ("target.capture_layers=[3,1]", ["target.capture_layers=[3, 1]", "ascending"]),
         ("split.colocated=true", ["split.targets=5", "split.drafters=3"]),
         ("name=../x", ["name='../x'", "plain name"]),
+        ("name=/x", ["name='/x'", "plain name"]),
+        ("name=a/../../x", ["name='a/../../x'", "plain name"]),
+        ("name=.", ["name='.'", "plain name"]),
+        ("name=" + "x" * 201, ["plain name, 200 bytes at most"]),
+        ("name='" + "\u00e9" * 101 + "'", ["plain name, 200 bytes at most"]),
+        ("name='a\nb'", [r"name='a\nb'", "plain name"]),
+        ("output_dir=.", ["output_dir='.'", "a folder of the run's own"]),
+        ("output_dir=..", ["output_dir='..'", "a folder of the run's own"]),
+        ("data.path=s3://me:hunter2@bucket/x", ["data.path=s3://***@bucket/x", "credential"]),
+        ("logging.project=hf_abcdefghijklmnopqrst", ["logging.project=***", "credential"]),
         ("target.path=???", ["target.path"]),
     ],
 )
@@ -104,6 +117,91 @@ def test_mistakes_are_refused_with_key_value_and_rule(override, words):
 def test_typos_and_wrong_types_do_not_compose(override):
     with pytest.raises(Exception, match=override.split("=")[0].split(".")[-1]):
         load(override)
+
+
+def test_nothing_that_a_run_reads_lies_where_it_moves_things_aside():
+    for key in ("data.cache_dir", "data.heldout", "target.path"):
+        override = f"{key}=outputs/dev/x"
+        load(override)
+        with pytest.raises(ConfigError, match=f"{key}=outputs/dev/x must not lie in output_dir"):
+            load(override, "resume=none")
+        load(f"{key}=outputs/devx", "resume=none")
+
+
+OVERRIDES = {
+    "optim.lrr=1": "optim.lrr=1 is no setting; did you mean optim.lr?",
+    "+optim.lrr=1": "optim.lrr=1 is no setting; did you mean optim.lr?",
+    "++optmi.lr=1": "optmi.lr=1 is no setting; did you mean optim.lr?",
+    "lr=1e-3": "lr=1e-3 is no setting; did you mean optim.lr?",
+    "path=x": "path=x is no setting; did you mean target.path or data.path?",
+    "drafter.blocksize=8": "did you mean drafter.block_size?",
+    "data.max_len=8": "did you mean data.max_length?",
+    "+unknown=1": "unknown=1 is no setting",
+    "+data.pth=/x": "did you mean data.path?",
+    "+wandb_api_key=abc": "wandb_api_key=*** holds a credential",
+    "data.path=s3://me:hunter2@b/x": "data.path=s3://***@b/x holds a credential",
+}
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_a_mistyped_key_is_one_message_with_or_without_plus(override):
+    (problem,) = override_problems([override])
+    assert problem.startswith(OVERRIDES[override]) or problem.endswith(OVERRIDES[override])
+
+
+def test_right_words_are_left_to_hydra():
+    words = "optim.lr=1 +optim.lr=1 optim=adamw experiment=demo sweep=lr hydra.run.dir=. ~optim.lr"
+    words += " hydra/launcher=basic +optim@x=adamw seed=1,2 target.capture_layers=[1,2] steps"
+    assert override_problems(words.split()) == []
+
+
+@pytest.mark.parametrize(
+    "path", ["/d/run=1/a,b (2).jsonl", "/d/[x]/{y}.jsonl", "/donn\u00e9es/\u6771.jsonl"]
+)
+def test_a_quoted_path_may_hold_any_sign(path):
+    assert load(f'data.path="{path}"').data.path == path
+    assert override_problems([f'data.path="{path}"']) == []
+
+
+SWEEP = """
+import json, subprocess, sys
+class Recorded:
+    def __init__(self, command, env):
+        print(json.dumps(command))
+    def wait(self):
+        return 1
+subprocess.Popen = Recorded
+from dflash_ddp.train import start
+sys.argv[1:] = {words}
+start()
+"""
+
+
+def test_jobs_of_a_sweep_have_names_and_folders_of_their_own(tmp_path):
+    """Also if the swept value is a path upwards: nothing is written but below outputs/."""
+    (tmp_path / "cwd").mkdir()
+    texts = f"data.path='../../x.jsonl','{'y' * 300}.jsonl'"
+    words = ["--multirun", "name=it's", "optim.lr=1e-3,2e-3", texts]
+    code = SWEEP.format(words=[w.replace("it's", r"'it\'s'") for w in words])
+    env = os.environ | {"PYTHONPATH": str(CONF_DIR.parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path / "cwd",
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1  # all jobs have failed
+    jobs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    configs = [load(*job[job.index("dflash_ddp.train") + 1 :]) for job in jobs]
+    assert len({config.name for config in configs}) == len(configs) == 4
+    assert {config.optim.lr for config in configs} == {1e-3, 2e-3}
+    for config in configs:
+        assert config.output_dir == str(tmp_path / "cwd" / "outputs" / config.name)
+        assert re.fullmatch(r"it's/optim\.lr=\S+", config.name)
+    files = sorted(str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*") if f.is_file())
+    assert files == [f"cwd/outputs/it's/{name}" for name in ("jobs.jsonl", "multirun.yaml")]
 
 
 def test_all_problems_are_named_at_once():

@@ -1,5 +1,6 @@
 """Every kind of bad row is a refusal with a place; the form of the source does not matter."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -191,6 +192,18 @@ def tool_rows():
     return rows
 
 
+def test_an_argument_may_be_text_in_one_row_and_a_number_in_another(tmp_path):
+    rows = []
+    for value in ("2025", 1690, [1], None, {"a": 1}):
+        call = {"function": {"name": "f", "arguments": {"t": value}}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        rows.append({"messages": [{"role": "user", "content": "q"}, turn]})
+    found = read(write_lines(tmp_path / "a.jsonl", *(json.dumps(row).encode() for row in rows)))
+    calls = [row.messages[1]["tool_calls"][0]["function"] for _, row in found]
+    values = [call["arguments"].get("t") for call in calls]
+    assert values == ["2025", 1690, [1], None, {"a": 1}]
+
+
 def test_parquet_gives_what_json_lines_give(tmp_path):
     lines = write_lines(tmp_path / "a.jsonl", *(json.dumps(row).encode() for row in tool_rows()))
     parquet = write_parquet(tmp_path / "a.parquet", tool_rows())
@@ -232,8 +245,38 @@ def test_files_that_are_not_what_they_say(tmp_path):
         read(tmp_path / "d.txt")
 
 
+def test_a_compressed_file_is_its_content_and_a_cut_one_is_refused(tmp_path):
+    text = b"".join(GOOD_LINE + b"\n" for _ in range(3000))
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(text))
+    places = [where for where, _ in read(file)]
+    assert (places[0], places[-1]) == (f"{file}:1", f"{file}:3000")
+    whole = file.read_bytes()
+    for wrong in (whole[:-9], whole[: len(whole) // 2], whole[:-8] + b"01234567", text, b"\x1f"):
+        file.write_bytes(wrong)
+        with pytest.raises(ValueError, match=r"data\.path: .*a\.jsonl\.gz after line \d+"):
+            read(file)
+
+
+def test_a_json_file_may_be_one_array_of_rows(tmp_path):
+    rows = [*tool_rows(), 7, {"messages": [{"role": "user", "content": "\ud800"}]}]
+    lines = write_lines(tmp_path / "a.jsonl", *(json.dumps(row).encode() for row in rows))
+    for indent, bom in ((None, b""), (2, b"\xef\xbb\xbf\r\n ")):
+        file = tmp_path / f"{indent}.json"
+        file.write_bytes(bom + json.dumps(rows, indent=indent).encode())
+        found = read(file)
+        assert [where for where, _ in found] == [f"{file}[{row}]" for row in range(len(rows))]
+        assert list(map(repr, found[:3])) == [
+            repr((f"{file}[{at}]", row)) for at, (_, row) in enumerate(read(lines)[:3])
+        ]
+        assert [row.reason for _, row in found[3:]] == ["line is not a JSON object", HALF]
+        file.write_bytes(file.read_bytes()[:-1])
+        with pytest.raises(ValueError, match=rf"{indent}\.json begins with \["):
+            read(file)
+
+
 def test_file_glob_and_directory(tmp_path, monkeypatch):
-    for name in ("b.jsonl", "a.json", "deep/c.ndjson"):
+    for name in ("b.jsonl", "a.json", "deep/c.ndjson", "._a.json"):  # the last: a Mac's shadow
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write_lines(tmp_path / name, GOOD_LINE)
     write_parquet(tmp_path / "d.parquet", [GOOD])

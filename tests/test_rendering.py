@@ -435,6 +435,7 @@ def served_last(tokenizer, messages):
 
 EXPRESSIONS = [
     *("raise_exception('no')", "messages[9].x.y", "messages[0].content + 1", "''.join(1)"),
+    *("1 / 0", "range(10 ** 9) | list", "'%c' % -1", "messages[0].content.foo()", "'{}'.format()"),
     *("{}.pop('k')", "[].pop()", "'%d' % 'a'", "undefined()", "1 | items | list"),
 ]
 
@@ -447,6 +448,16 @@ def test_whatever_a_template_raises_stays_in_its_row(expression):
     assert result.documents == []
     assert result.rejected[0].reason.startswith("template: ")
     assert len(render(tokenizer, chat("good", "a b")).documents) == 1
+
+
+def test_a_call_too_deep_for_the_template_costs_its_row_alone():
+    tokenizer = make_tokenizer(PLAIN + "{{ messages[0].extra | tojson }}")
+    deep: list = []
+    for _ in range(3000):
+        deep = [deep]
+    messages = chat("q", "a b")
+    messages[0]["extra"] = deep
+    assert render(tokenizer, messages).rejected[0].reason.startswith("template: ")
 
 
 def test_an_end_of_turn_that_is_not_in_the_render_is_refused(tokenizers):

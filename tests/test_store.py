@@ -18,9 +18,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dflash_ddp.data import store as store_module
+from dflash_ddp.data import tokenising
 from dflash_ddp.data.reading import Conversation
 from dflash_ddp.data.rendering import Renderer, RenderSettings, render_row
-from dflash_ddp.data.store import DocumentStore, format_report, prepare
+from dflash_ddp.data.report import format_report
+from dflash_ddp.data.store import DocumentStore, documents_in_both, prepare
 
 TEMPLATE = """{% if messages[0].role != 'user' %}{{ raise_exception('No user query found') }}
 {%- endif %}{% for m in messages %}<|im_start|>{{ m.role }}
@@ -156,6 +158,63 @@ def test_the_report_adds_up_with_many_kinds_of_rows(tmp_path):
     assert report["num_truncated"] == sum(int(length == 100) for length in store.lengths) > 0
 
 
+@pytest.mark.parametrize("max_length", [100, 64, 37])
+def test_the_histogram_counts_every_document_once_in_its_bin(tmp_path, max_length):
+    rows = [row("", "a" * (i % 90 + 1)) for i in range(300)]
+    store = make(write(tmp_path / "a.jsonl", *rows), max_length=max_length)
+    below = 0
+    for most, count in store.report["lengths"]:
+        expected = [length for length in store.lengths.tolist() if below < length <= most]
+        assert count == len(expected)
+        below = most
+    assert below == max_length >= store.lengths.max()
+    assert sum(count for _, count in store.report["lengths"]) == store.num_documents
+    assert f"<={max_length}: {count}" in format_report(store.report)
+
+
+def test_heldout_documents_among_the_training_text_are_found(tmp_path):
+    training = [row(f"q{i % 50}", "a" * (i % 7 + 2)) for i in range(400)]
+    heldout = [row("new", "b b"), training[123], row("new", "c c"), training[0], training[123]]
+    text = make(write(tmp_path / "text.jsonl", *training))
+    other = make(write(tmp_path / "heldout.jsonl", *heldout))
+    found = documents_in_both(text, other, 10)
+    assert {heldout[number]["messages"][0]["content"] for number in found} == {"q23", "q0"}
+    for number, document in found.items():
+        assert text.document(document)[0].tolist() == other.document(number)[0].tolist()
+    assert documents_in_both(text, other, 1) == {}  # only those that are used count
+    assert documents_in_both(text, text, 400).keys() == {
+        max(n for n, line in enumerate(training) if line == one) for one in training
+    }
+
+
+def test_text_that_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch):
+    """Its hash was taken before: kept under it, other text would be used for ever."""
+    path = write(tmp_path / "a.jsonl", *[row(f"{i}") for i in range(50)])
+    real = store_module.raw_rows
+
+    def appended(sources):
+        for number, raw in enumerate(real(sources)):
+            if number == 40:
+                with path.open("ab") as file:
+                    file.write(b"\n" + json.dumps(row("late")).encode())
+            yield raw
+
+    monkeypatch.setattr(store_module, "raw_rows", appended)
+    with pytest.raises(ValueError, match=r"a\.jsonl.*changed while it was read"):
+        make(path)
+    assert directories(tmp_path / "cache") == []
+    monkeypatch.undo()
+    assert make(path).num_documents == 51
+
+
+def test_a_row_that_breaks_the_code_is_named(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", row(), row(), row())
+    monkeypatch.setattr(tokenising, "render_row", lambda renderer, row: 1 // 0)
+    with pytest.raises(ZeroDivisionError) as broken:
+        make(path)
+    assert f"{path}:1" in broken.value.__notes__[0]
+
+
 def test_answers_refused_from_kept_rows_are_counted(tmp_path):
     turns = row("q", "a b")["messages"]
     path = write(tmp_path / "a.jsonl", {"messages": turns[1:] + turns}, row())
@@ -237,7 +296,7 @@ def test_workers_change_nothing(tmp_path):
     path = write(tmp_path / "a.jsonl", *rows)  # more rows than are in flight at once
     one = make(path, cache_dir=tmp_path / "one", num_workers=1)
     two = make(path, cache_dir=tmp_path / "two", num_workers=2)
-    for name in ("tokens.bin", "loss_mask.bin", "offsets.npy", "origins.txt", "report.json"):
+    for name in ("tokens.bin", "loss_mask.bin", "offsets.bin", "origins.txt", "report.json"):
         assert (one.path / name).read_bytes() == (two.path / name).read_bytes()
 
 

@@ -1,8 +1,11 @@
 """Roles and lanes from numbers, and the texts for people when they do not fit."""
 
+import os
+
 import pytest
 
-from dflash_ddp.world import Topology, plan_topology, read_launch
+from dflash_ddp.config import ConfigError
+from dflash_ddp.world import Topology, plan_topology, read_launch, set_gpu_variables
 
 
 def plan(targets, drafters, world, local=None, colocated=False) -> Topology:
@@ -106,3 +109,18 @@ def test_launch_reads_torchrun():
     assert read_launch(env | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}).hosts_store
     with pytest.raises(ValueError, match="MASTER_ADDR MASTER_PORT is not: start with torchrun"):
         read_launch({k: v for k, v in env.items() if not k.startswith("MASTER")})
+
+
+def test_what_cuda_reads_once_is_set_and_the_users_choice_stays(monkeypatch):
+    launch = read_launch({})
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    set_gpu_variables(launch)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    set_gpu_variables(launch)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(ConfigError, match="one queue of the GPU"):
+        set_gpu_variables(launch)

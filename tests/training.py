@@ -69,6 +69,12 @@ def happen(event: int | str | Callable[[], object]) -> None:
     os.kill(os.getpid(), event)
 
 
+def compose_config(overrides: list[str]) -> Config:
+    """Settings, composed once for all ranks: that takes longer than a small run."""
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return parse(compose("train", overrides))
+
+
 def train(
     num_ranks: int,
     overrides: list[str],
@@ -78,6 +84,5 @@ def train(
     **options: object,
 ) -> list[Outcome]:
     """A run of so many ranks, each step at least `pace_s` long; `options` as in `run_ranks`."""
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        config = parse(compose("train", overrides))
+    config = compose_config(overrides)
     return run_ranks(train_rank, num_ranks, config, events or {}, pace_s, **options)

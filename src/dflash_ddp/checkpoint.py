@@ -230,8 +230,14 @@ def read_state(folder: Path) -> TrainerState:
     """
     file = folder / STATE_FILE
     if not file.is_file():
+        inside = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+        why = "there is no such folder" if not folder.is_dir() else f"it has no {STATE_FILE}"
+        if folder.is_dir() and not inside:
+            why = "it is empty"
+        elif inside and all(name.startswith(".tmp-") for name in inside):
+            why = "it holds nothing but parts of saves that were killed"
         raise ConfigError(
-            f"resume={folder} is not a checkpoint: it has no {STATE_FILE}. Give a folder like "
+            f"resume={folder} is not a checkpoint: {why}. Give a folder like "
             "outputs/<name>/checkpoints/step_00000100"
         )
     return TrainerState(**json.loads(file.read_text(encoding="utf-8")))

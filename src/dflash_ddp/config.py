@@ -288,6 +288,8 @@ class Config:
     """Packed batches of one optimizer step, over all drafter ranks; a multiple of split.drafters."""
     resume: str = "auto"
     """auto: go on from the newest complete checkpoint, if any | none | a checkpoint's folder."""
+    resume_other_drafters: bool = False
+    """Go on with another split.drafters than the checkpoint's: the same packs in each step, other rounding."""
     max_hours: float | None = None
     """Save and end after so many hours, as on SIGTERM; > 0; null: no limit. Leave time for the last save."""
     device: Device = Device.auto

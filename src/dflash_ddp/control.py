@@ -73,7 +73,7 @@ class Header:
 
 def connection_lost(error: BaseException) -> bool:
     """Tell whether an error of torch.distributed says that the other process is gone."""
-    words = ("closed by peer", "Connection reset", "Broken pipe")
+    words = ("closed by peer", "Connection reset", "Broken pipe", "peer gone")
     return any(word in str(error) for word in words)
 
 
@@ -158,7 +158,10 @@ class Control:
         self.abort(f"{who} failed in phase '{self._phase}': {text}", "".join(trace).strip())
 
     def _silent_peers(self) -> str:
-        """Find out who is gone when torch only says that somebody is: whose beat stands still."""
+        """Find out who is gone when a connection only says that somebody is: whose beat stands still.
+
+        If it is a process of this node, the watcher finds it first and ends the job meanwhile.
+        """
         time.sleep(4 * _BEAT_S)
         silent = self._peers.silent(2.6 * _BEAT_S)
         return f" (no heartbeat from: {', '.join(silent)})" if silent else ""

@@ -56,6 +56,8 @@ class EvaluateConfig:
     """Folder in transformers format, or a name on the hub."""
     data: str | None = None
     """Chat text, as `data.heldout` of a training run."""
+    enable_thinking: bool | None = None
+    """Passed to the chat template; null: as the run has it, else the template's own default."""
     documents: int = 32
     """Documents measured, the first ones; >= 1."""
     generate: bool = False
@@ -99,6 +101,8 @@ def run_config(options: EvaluateConfig) -> tuple[Config, Path]:
     if options.target is not None:
         config.target.path, config.target.revision = options.target, None
     config.data.heldout = options.data or config.data.heldout
+    if options.enable_thinking is not None:
+        config.data.enable_thinking = options.enable_thinking
     if config.data.heldout is None:
         raise ConfigError(f"run={options.run} has no held-out text; give data=<file>")
     folder = Path(options.drafter) if options.drafter else newest_drafter(Path(options.run or ""))

@@ -6,6 +6,8 @@ import os
 import time
 from pathlib import Path
 
+from dflash_ddp.redaction import redact
+
 logger = logging.getLogger(__name__)
 
 FAILURE_FILE = "failure.json"
@@ -24,7 +26,8 @@ def write_failure(
         restart: how often the launcher had started the ranks anew.
     """
     at = time.strftime("%Y-%m-%d %H:%M:%S")
-    failure = {"at": at, "restart": restart, "cause": cause, "trace": trace, "phases": phases}
+    failure = {"at": at, "restart": restart, "cause": redact(cause), "trace": redact(trace)}
+    failure["phases"] = phases
     try:
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f".{FAILURE_FILE}.{os.getpid()}"

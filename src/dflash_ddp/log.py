@@ -15,14 +15,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from dflash_ddp.redaction import redact
+
 logger = logging.getLogger(__name__)
+
+
+class RedactingFormatter(logging.Formatter):
+    """Lines without credentials, tracebacks included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line as others would read it."""
+        return redact(super().format(record))
 
 
 def setup_logging(*, rank: int, role: str, verbose: bool) -> None:
     """Send the log to stderr, rank and role in front; INFO of our own modules only if `verbose`."""
     form = f"%(asctime)s [rank {rank} {role}] %(levelname)s %(message)s"
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(form, datefmt="%H:%M:%S"))
+    handler.setFormatter(RedactingFormatter(form, datefmt="%H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

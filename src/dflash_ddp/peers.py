@@ -76,19 +76,23 @@ class Peers:
                 self._pids[rank] = int(store.get(f"pid/{rank}"))
         for rank, pid in self._pids.items():
             if not process_lives(pid) and not store.check([f"done/{rank}"]):
+                self._read(store)  # what it did last
                 return (
                     f"{self._topology.describe(rank)} died: its process {pid} is gone (last phase "
                     f"'{self._phase(rank)}'); seen by rank {self._rank}"
                 )
         return None
 
-    def lost(self, store: Store) -> str | None:
-        """Read all beats, then judge: so a rank that was frozen itself blames nobody."""
+    def _read(self, store: Store) -> None:
         known = [r for r in self._beats if self._beats[r][0] or store.check([f"beat/{r}"])]
         beats = store.multi_get([f"beat/{r}" for r in known]) if known else []
         for rank, beat in zip(known, (beat.decode() for beat in beats), strict=True):
             if beat != self._beats[rank][0]:
                 self._beats[rank] = (beat, time.monotonic())
+
+    def lost(self, store: Store) -> str | None:
+        """Read all beats, then judge: so a rank that was frozen itself blames nobody."""
+        self._read(store)
         now = time.monotonic()
         for rank, (beat, since) in self._beats.items():
             limit_s = self._limits_s[0 if beat else 1]

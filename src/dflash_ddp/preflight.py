@@ -1,21 +1,19 @@
 """What rank 0 checks before anything slow: target, drafter, tokenizer and output folder, without loading weights."""
 
-import json
+import hashlib
 import logging
 import os
-import shutil
 import socket
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 import torch
-import yaml
 from huggingface_hub import constants as hub_constants
 from safetensors import safe_open
 from transformers import AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_ddp.checkpoint import (
     complete_checkpoints,
@@ -24,13 +22,15 @@ from dflash_ddp.checkpoint import (
     remove_leftovers,
     step_folder,
 )
-from dflash_ddp.config import Config, ConfigError, Device, Dtype
+from dflash_ddp.config import Config, ConfigError, Device, Dtype, TargetConfig
+from dflash_ddp.drafter.attention import check_dense_size
 from dflash_ddp.drafter.model import Drafter, DrafterShape
+from dflash_ddp.folder import check_links, hold_folder
 from dflash_ddp.native import CONFIG_FILE, WEIGHTS_FILE, drafter_shape, native_differences
-from dflash_ddp.settings import resolved
 from dflash_ddp.target.tables import (
     TargetSpec,
     check_capture_layers,
+    check_files,
     choose_mask_token,
     default_capture_layers,
     read_spec,
@@ -61,6 +61,7 @@ class Preflight:
     Attributes:
         capture_layers: layers read, ascending.
         mask_token_id: row that fills the blocks.
+        chat_template: hash of the target's.
         checkpoint: folder to go on from, or None.
         first_step: optimizer steps that are complete.
         tokens: tokens trained on so far.
@@ -68,6 +69,7 @@ class Preflight:
 
     capture_layers: list[int]
     mask_token_id: int
+    chat_template: str
     checkpoint: str | None
     first_step: int
     tokens: int
@@ -110,19 +112,29 @@ def preflight(config: Config) -> Preflight:
     Raises:
         ConfigError: what does not fit, with key, value and rule.
     """
-    if device_type(config.device) == "cuda" and not torch.cuda.is_available():
+    device = device_type(config.device)
+    if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, but torch sees no GPU; use device=cpu")
+    check_attention(config.target)
     try:
+        if device == "cpu":
+            num_queries = config.drafter.num_anchors * config.drafter.block_size
+            check_dense_size(num_queries, config.tokens_per_batch + num_queries)
         spec = read_spec(
             config.target.path, config.target.revision, config.target.trust_remote_code
         )
+        check_files(config.target.path, spec)
+        if config.data.max_length > spec.max_position_embeddings:
+            raise ConfigError(
+                f"data.max_length={config.data.max_length} must not exceed the target's "
+                f"max_position_embeddings={spec.max_position_embeddings}: it knows no later places"
+            )
         layers = config.target.capture_layers or default_capture_layers(
             spec.num_layers, config.drafter.num_layers
         )
         check_capture_layers(layers, spec.num_layers)
-        mask_token_id = choose_mask_token(
-            spec, load_tokenizer(config), config.drafter.mask_token_id
-        )
+        tokenizer = load_tokenizer(config)
+        mask_token_id = choose_mask_token(spec, tokenizer, config.drafter.mask_token_id)
         shape = drafter_shape(
             config.drafter, spec, num_capture_layers=len(layers), mask_token_id=mask_token_id
         )
@@ -131,16 +143,47 @@ def preflight(config: Config) -> Preflight:
     except ConfigError:
         raise
     except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(_with_our_key(error)) from error
     if config.checkpoint.upload is not None:
         check_address(config.checkpoint.upload)
     folder = Path(config.output_dir)
+    if folder.is_dir():
+        check_links(folder)
+        hold_folder(folder)
     checkpoint = _find_checkpoint(config, folder)
+    template = str(tokenizer.chat_template).encode()
+    found = Preflight(
+        capture_layers=layers,
+        mask_token_id=mask_token_id,
+        chat_template=hashlib.blake2b(template, digest_size=8).hexdigest(),
+        checkpoint=None,
+        first_step=0,
+        tokens=0,
+    )
     if checkpoint is None:
-        return Preflight(layers, mask_token_id, None, 0, 0)
+        return found
     state = read_state(checkpoint)
     logger.info("going on from %s", checkpoint)
-    return Preflight(layers, mask_token_id, str(checkpoint), state.step, state.tokens)
+    return replace(found, checkpoint=str(checkpoint), first_step=state.step, tokens=state.tokens)
+
+
+def check_attention(target: TargetConfig) -> None:
+    """ConfigError if transformers has no such attention, or would fetch code for it unasked."""
+    known = sorted({*ALL_ATTENTION_FUNCTIONS.valid_keys(), "eager"})
+    name = target.attention
+    if name not in known and not (target.trust_remote_code and "/" in name):
+        raise ConfigError(
+            f"target.attention={name} must be one of {', '.join(known)}; kernels from the hub are "
+            "code of others, and need target.trust_remote_code=true"
+        )
+
+
+def _with_our_key(error: Exception) -> str:
+    """What transformers says, and where to say so."""
+    text = str(error)
+    if "trust_remote_code" in text:
+        return f"{text}\ntarget.trust_remote_code=true runs the code that comes with the target"
+    return text
 
 
 def check_start(
@@ -179,6 +222,12 @@ def _find_checkpoint(config: Config, folder: Path) -> Path | None:
             remove_leftovers(checkpoints)
         return first_whole(complete_checkpoints(checkpoints)[::-1])
     given = Path(config.resume)
+    if not given.is_dir() or not any(given.iterdir()):
+        what = "is an empty folder" if given.is_dir() else "does not exist"
+        raise ConfigError(f"resume={given} {what}; give auto, none or a checkpoint's folder")
+    inside = complete_checkpoints(given) or complete_checkpoints(given / "checkpoints")
+    if inside:
+        raise ConfigError(f"resume={given} holds checkpoints; give one of them, as {inside[-1]}")
     newer = [
         p
         for p in complete_checkpoints(checkpoints)
@@ -190,26 +239,3 @@ def _find_checkpoint(config: Config, folder: Path) -> Path | None:
             "the run another name, or delete the newer checkpoints"
         )
     return given
-
-
-def claim_folder(config: Config, reports: dict[str, dict[str, Any]]) -> None:
-    """Take the run's folder, once all is checked: a run that is refused has changed nothing in it.
-
-    With resume=none an earlier run is moved aside, never mixed. Writes config.yaml (every setting
-    as resolved), env.json (with what this ran) and the data reports.
-    """
-    folder = Path(config.output_dir)
-    if config.resume == "none" and (folder / "config.yaml").exists():
-        names = (folder.with_name(f"{folder.name}.{n}") for n in range(1, 10_000))
-        aside = next(name for name in names if not name.exists())
-        shutil.move(folder, aside)
-        logger.info("resume=none: the earlier run is now in %s", aside)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, report in reports.items():
-        file = folder / f"data_report_{name}.json"
-        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    text = yaml.safe_dump(resolved(config), sort_keys=False)
-    (folder / "config.yaml").write_text(text, encoding="utf-8")
-    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-    environment = {"argv": sys.argv, "python": sys.version, "torch": torch.__version__, "gpu": gpu}
-    (folder / "env.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")

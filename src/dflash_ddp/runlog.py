@@ -6,6 +6,8 @@ What the keys of a row mean: `dflash_ddp.glossary`.
 import json
 import logging
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,15 +77,25 @@ class RunLog:
         row = {k: v for k, v in row.items() if v is not None and math.isfinite(v)}
         row |= derived(row, self._setup)
         self._file.append(json.dumps(row))
-        if self._wandb is not None:
-            self._wandb.log(row, step=row["step"])
+        self._to_wandb(lambda run: run.log(row, step=row["step"]))
         self._panel.show(row)
 
     def close(self, exit_code: int = 0) -> None:
         """Finish wandb; rows are on disk already."""
         self._panel.close()
-        if self._wandb is not None:
-            self._wandb.finish(exit_code=exit_code)
+        self._to_wandb(lambda run: run.finish(exit_code=exit_code))
+
+    def _to_wandb(self, send: Callable[[Any], object]) -> None:
+        """Its failure never ends training: metrics.jsonl has all rows."""
+        if self._wandb is None:
+            return
+        import wandb
+
+        try:
+            send(self._wandb)
+        except (wandb.errors.Error, OSError, RuntimeError) as error:
+            self._wandb = None
+            logger.warning("wandb has failed, metrics.jsonl goes on: %s", error)
 
 
 def start_wandb(folder: Path, config: Config) -> Any:
@@ -96,7 +108,7 @@ def start_wandb(folder: Path, config: Config) -> Any:
         run = wandb.init(
             project=config.logging.project,
             name=config.name,
-            id=config.name.replace("/", "-"),
+            id=re.sub(r"[:;,#?%/\\']", "-", config.name)[-128:],
             dir=str(folder),
             mode=config.logging.wandb.value,
             config=resolved(config),

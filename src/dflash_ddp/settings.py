@@ -5,6 +5,8 @@ Unknown keys, wrong types and values out of bounds are refused with key, value a
 
 import difflib
 import math
+import os
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -14,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_ddp.config import TILE, Config, ConfigError
+from dflash_ddp.redaction import redact
 
 Options = TypeVar("Options")
 
@@ -58,7 +61,7 @@ def problems(config: Config) -> list[str]:
             value = lookup(config, key)
             if value is not None and not holds(value):
                 found.append(f"{key}={value} {rule}")
-    return found + _combination_problems(config)
+    return found + _combination_problems(config) + _place_problems(config)
 
 
 def _combination_problems(config: Config) -> list[str]:
@@ -93,13 +96,51 @@ def _combination_problems(config: Config) -> list[str]:
     layers = config.target.capture_layers
     if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 0):
         found.append(f"target.capture_layers={layers} must be ascending, distinct and >= 0")
-    if (
-        not Path(config.name).parts
-        or Path(config.name).is_absolute()
-        or ".." in Path(config.name).parts
-    ):
-        found.append(f"name={config.name!r} must be a plain name: it becomes a folder in outputs/")
     return found
+
+
+def _place_problems(config: Config) -> list[str]:
+    """Where a run would write; and that no setting, all of which are written down, is a secret."""
+    found = []
+    name = Path(config.name)
+    plain = config.name.isprintable() and name.parts and not name.is_absolute()
+    if not plain or ".." in name.parts or any(len(os.fsencode(p)) > 200 for p in name.parts):
+        found.append(
+            f"name={config.name!r} must be a plain name, 200 bytes at most: it becomes a folder "
+            "in outputs/"
+        )
+    folder = Path(config.output_dir).resolve()
+    if Path.cwd().is_relative_to(folder):
+        found.append(
+            f"output_dir={config.output_dir!r} must be a folder of the run's own, not {folder}, "
+            "which holds the working directory"
+        )
+    if config.resume == "none":
+        for key in (
+            "data.cache_dir",
+            "data.path",
+            "data.heldout",
+            "target.path",
+            "drafter.init_from",
+        ):
+            value = lookup(config, key)
+            if value is not None and Path(value).resolve().is_relative_to(folder):
+                found.append(
+                    f"{key}={value} must not lie in output_dir={config.output_dir}, which "
+                    "resume=none moves aside"
+                )
+    for key in setting_keys(Config):
+        value = lookup(config, key)
+        if isinstance(value, str) and redact(value) != value:
+            found.append(_credential(f"{key}={value}"))
+    return found
+
+
+def _credential(text: str) -> str:
+    return (
+        f"{redact(text)} holds a credential, and settings are written to many places; "
+        "put it into the environment (HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, ...)"
+    )
 
 
 def parse(tree: DictConfig) -> Config:
@@ -131,7 +172,9 @@ def command_line(schema: type[Options], arguments: list[str]) -> Options:
         ConfigError: an argument without value, an unknown key, or a wrong type.
     """
     if bare := [argument for argument in arguments if "=" not in argument]:
-        raise ConfigError(f"{bare[0]}: arguments are key=value; keys: {', '.join(_keys(schema))}")
+        raise ConfigError(
+            f"{bare[0]}: arguments are key=value; keys: {', '.join(setting_keys(schema))}"
+        )
     given = OmegaConf.from_dotlist(arguments)
     plain = cast(dict[str, Any], OmegaConf.to_container(given))
     if unknown := _unknown_keys(plain, schema, prefix=""):
@@ -145,20 +188,55 @@ def command_line(schema: type[Options], arguments: list[str]) -> Options:
         raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
 
 
-def _keys(schema: Any) -> list[str]:
-    return [field.name for field in fields(schema)]
+def setting_keys(schema: Any) -> Iterator[str]:
+    """Every dotted key of a dataclass of settings."""
+    for field in fields(schema):
+        if is_dataclass(field.type):
+            yield from (f"{field.name}.{key}" for key in setting_keys(field.type))
+        else:
+            yield field.name
 
 
 def _unknown_keys(plain: dict[str, Any], schema: Any, *, prefix: str) -> list[str]:
     known = {f.name: f.type for f in fields(schema)}
     found = []
     for key, value in plain.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {prefix}{near[0]}?" if near else ""
-            found.append(f"{prefix}{key}={value} is no setting{hint}")
-        elif isinstance(value, dict) and is_dataclass(known[key]):
-            found += _unknown_keys(value, known[key], prefix=f"{prefix}{key}.")
+        if key in known:
+            if isinstance(value, dict) and is_dataclass(known[key]):
+                found += _unknown_keys(value, known[key], prefix=f"{prefix}{key}.")
+            continue
+        path = key
+        while isinstance(value, dict) and len(value) == 1:
+            ((inner, value),) = value.items()
+            path = f"{path}.{inner}"
+        keys = list(setting_keys(schema))
+        leaf = path.rpartition(".")[2]
+        near = [known_key for known_key in keys if known_key.rpartition(".")[2] == leaf]
+        near = near or difflib.get_close_matches(path, keys, n=1)
+        hint = f"; did you mean {' or '.join(prefix + one for one in near)}?" if near else ""
+        found.append(f"{redact(f'{prefix}{path}={value}')} is no setting{hint}")
+    return found
+
+
+def override_problems(overrides: list[str]) -> list[str]:
+    """What is wrong with `key=value` words, found before Hydra sees, and echoes, them.
+
+    Hydra's advice on an unknown key is to add it with `+`, which `parse` would refuse. Groups,
+    and keys of Hydra's own, are left to it.
+    """
+    found = []
+    for word in overrides:
+        if redact(word) != word:
+            found.append(_credential(word.lstrip("+~")))
+            continue
+        key, equals, value = word.lstrip("+~").partition("=")
+        parts = key.strip().split(".")
+        if not equals or parts[0] in ("hydra", "experiment", "sweep") or set("/@") & set(key):
+            continue
+        tree: Any = value
+        for part in reversed(parts):
+            tree = {part: tree}
+        found += _unknown_keys(tree, Config, prefix="")
     return found
 
 

@@ -22,13 +22,14 @@ from dflash_ddp.config import Config, ConfigError
 from dflash_ddp.control import Control
 from dflash_ddp.data.packing import Packing, packed_batch
 from dflash_ddp.data.rendering import RenderSettings
-from dflash_ddp.data.store import DocumentStore, format_report, prepare
+from dflash_ddp.data.report import format_report
+from dflash_ddp.data.store import DocumentStore, documents_in_both, prepare
 from dflash_ddp.drafter.blocks import decay_gamma
 from dflash_ddp.drafter.model import DrafterShape
+from dflash_ddp.folder import claim_folder, claimed_by
 from dflash_ddp.native import drafter_shape
 from dflash_ddp.preflight import (
     Preflight,
-    claim_folder,
     device_type,
     load_tokenizer,
     preflight,
@@ -157,23 +158,40 @@ class Run:
         config = self.config
         shape = {f"drafter.{key}": value for key, value in asdict(self.shape).items()}
         shape["drafter.layer_types"] = list(self.shape.layer_types)
-        return shape | {
-            "seed": config.seed,
-            "steps": config.steps,
-            "tokens_per_batch": config.tokens_per_batch,
-            "batches_per_step": config.batches_per_step,
-            "split.drafters": config.split.drafters,
-            "drafter.num_anchors": config.drafter.num_anchors,
-            "drafter.init_from": config.drafter.init_from,
-            "loss.position_weight": config.loss.position_weight.value,
-            "loss.position_gamma": decay_gamma(config.loss, config.drafter.block_size),
-            "loss.dpace_alpha": config.loss.dpace_alpha,
-            "target.path": config.target.path,
-            "target.capture_layers": self.found.capture_layers,
-            "data.path": config.data.path,
-            "data.max_length": config.data.max_length,
-            "data": self.text.fingerprint,
-        }
+        optim = {f"optim.{key}": value for key, value in asdict(config.optim).items()}
+        del optim["optim.max_bad_steps"]  # ends a run, changes none
+        heldout = self.heldout
+        return (
+            shape
+            | optim
+            | {
+                "seed": config.seed,
+                "steps": config.steps,
+                "tokens_per_batch": config.tokens_per_batch,
+                "batches_per_step": config.batches_per_step,
+                "split.drafters": config.split.drafters,
+                "drafter.num_anchors": config.drafter.num_anchors,
+                "drafter.dtype": str(self.drafter_dtype),
+                "drafter.init_from": config.drafter.init_from,
+                "loss.position_weight": config.loss.position_weight.value,
+                "loss.position_gamma": decay_gamma(config.loss, config.drafter.block_size),
+                "loss.dpace_alpha": config.loss.dpace_alpha,
+                "target.random_weights": config.target.random_weights,
+                "target.path": config.target.path,
+                "target.revision": config.target.revision,
+                "target.dtype": str(self.feature_dtype),
+                "target.capture_layers": self.found.capture_layers,
+                "target chat template": self.found.chat_template,
+                "data.path": config.data.path,
+                "data.split": config.data.split,
+                "data.revision": config.data.revision,
+                "data.max_length": config.data.max_length,
+                "data.enable_thinking": config.data.enable_thinking,
+                "data content": self.text.fingerprint,
+                "data.heldout content": None if heldout is None else heldout.fingerprint,
+                "eval.max_documents": config.eval.max_documents,
+            }
+        )
 
 
 def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
@@ -185,6 +203,8 @@ def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
     control.phase("preflight")
     use_cache_without_hub()
     if launch.rank == 0:
+        if launch.restart_count and claimed_by(config) == launch.run_id:
+            config.resume = "auto"  # the launcher started the ranks anew: never from the beginning
         control.publish("preflight", json.dumps(asdict(preflight(config))))
     found = Preflight(**json.loads(control.wait_for("preflight", "rank 0 to check the settings")))
     control.phase("data")
@@ -192,6 +212,8 @@ def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
     if launch.local_rank == 0:
         control.publish(key, json.dumps(_prepare_data(config, speaks=launch.rank == 0)))
     paths = json.loads(control.wait_for(key, "the first rank of this node to prepare the data"))
+    first = json.loads(control.wait_for("data/0", "rank 0 to prepare the data"))
+    check_same_documents(paths, first)
     spec = read_spec(config.target.path, config.target.revision, config.target.trust_remote_code)
     text = DocumentStore(paths["text"])
     heldout = DocumentStore(paths["heldout"]) if paths["heldout"] else None
@@ -200,9 +222,22 @@ def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
     _resolve_steps(run)
     if launch.rank == 0:
         _check_run(run)
-        stores = {"text": text, "heldout": heldout}
-        claim_folder(config, {name: store.report for name, store in stores.items() if store})
+        claim_folder(config, _data_report(run), launch.run_id)
     return run
+
+
+def check_same_documents(here: dict[str, str | None], rank_0: dict[str, str | None]) -> None:
+    """Every node must have tokenised the same text; a store's folder is named by its content.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    for name, path in here.items():
+        if path is not None and Path(path).name != Path(rank_0[name] or "").name:
+            raise ConfigError(
+                f"data ({name}): the documents of this node, {path}, are not those of rank 0, "
+                f"{rank_0[name]}: files or tokenizers differ between the nodes"
+            )
 
 
 def _resolve_steps(run: Run) -> None:
@@ -221,11 +256,18 @@ def _check_run(run: Run) -> None:
     steps = run.config.steps
     assert steps is not None
     if run.found.checkpoint is not None:
-        changed = differences(read_state(Path(run.found.checkpoint)).fingerprint, run.fingerprint())
-        if changed:
+        saved = read_state(Path(run.found.checkpoint)).fingerprint
+        now = run.fingerprint()
+        if run.config.resume_other_drafters:
+            now["split.drafters"] = saved["split.drafters"]
+        if changed := differences(saved, now):
+            hint = ""
+            if saved["split.drafters"] != now["split.drafters"]:
+                same = f"batches_per_step={saved['batches_per_step']}"
+                hint = f" (resume_other_drafters=true {same} goes on with other ranks)"
             raise ConfigError(
                 f"{run.found.checkpoint} was made by another run; take another name, or "
-                "resume=none to start anew:\n  " + "\n  ".join(changed)
+                f"resume=none to start anew{hint}:\n  " + "\n  ".join(changed)
             )
     batches = run.packing.num_batches_per_epoch(0)
     logger.info(
@@ -237,6 +279,26 @@ def _check_run(run: Run) -> None:
         run.config.batches_per_step,
         steps * run.config.batches_per_step / batches,
     )
+
+
+def _data_report(run: Run) -> dict[str, Any]:
+    """The reports of both texts, and what they share: said, since it flatters the accept length."""
+    report = {"text": run.text.report}
+    if run.heldout is None:
+        return report
+    used = min(run.config.eval.max_documents, run.heldout.num_documents)
+    shared = documents_in_both(run.text, run.heldout, used)
+    if shared:
+        heldout, document = next(iter(shared.items()))
+        logger.warning(
+            "%d of the %d held-out documents used are in the training text too (first: %s is %s): "
+            "accept length is measured on what was trained on",
+            len(shared),
+            used,
+            run.heldout.origin(heldout),
+            run.text.origin(document),
+        )
+    return report | {"heldout": run.heldout.report | {"num_in_training_text": len(shared)}}
 
 
 def _prepare_data(config: Config, *, speaks: bool) -> dict[str, str | None]:

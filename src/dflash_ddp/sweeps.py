@@ -5,8 +5,10 @@ it in `<sweep dir>/jobs.jsonl`, also when it failed: the next one starts all the
 the table and writes `<sweep dir>/report.html` when all are done.
 """
 
+import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -114,7 +116,16 @@ def job_name(overrides: Sequence[str], params: Mapping[str, Any] | None) -> str:
     given = OverridesParser.create().parse_overrides(words)
     swept = {o.key_or_group for o in given if o.is_sweep_override()} | {*(params or ())}
     own = [text for text in overrides if text.split("=")[0].lstrip("+") in swept]
-    return ",".join(own).replace("/", "_") or "job"
+    return folder_name(",".join(own) or "job")
+
+
+def folder_name(own: str) -> str:
+    """Settings as one folder's name: no separators, 80 bytes at most, distinct."""
+    plain = re.sub(r"[^\w.,=+-]", "_", own, flags=re.ASCII)
+    if plain == own and len(plain) <= 80:
+        return plain
+    digest = hashlib.blake2b(own.encode(), digest_size=4).hexdigest()
+    return f"{plain[:70]}-{digest}"
 
 
 OmegaConf.register_new_resolver("swept", job_name, replace=True)  # for conf/train.yaml

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import hydra
+from hydra._internal.utils import get_args_parser  # how Hydra itself takes its words apart
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from dflash_ddp.config import Config, ConfigError
-from dflash_ddp.settings import parse
+from dflash_ddp.redaction import redact
+from dflash_ddp.settings import override_problems, parse
 from dflash_ddp.sweeps import note_job, run_job
 
 if TYPE_CHECKING:  # settings are checked before torch is loaded
@@ -77,7 +79,12 @@ def start() -> None:
     heard, held_back = sys.stderr, io.StringIO()
     if os.environ.get("RANK", "0") != "0":
         sys.stderr = held_back
+    given, rest = get_args_parser().parse_known_args()
+    wrong = override_problems([w for w in (*given.overrides, *rest) if not w.startswith("-")])
     try:
+        if wrong:
+            sys.stderr = heard
+            refuse("\n".join(wrong))
         main()
     finally:
         if sys.stderr is held_back:  # Hydra did not come as far as `main`
@@ -105,7 +112,7 @@ def refuse(error: ConfigError | ValueError | str) -> NoReturn:
 
 def tell(error: ConfigError | ValueError | str) -> None:
     """Print each problem on a line of its own."""
-    for line in str(error).splitlines():
+    for line in redact(str(error)).splitlines():
         sys.stderr.write(f"dflash_ddp: {line}\n")
     sys.stderr.flush()
 
@@ -141,8 +148,11 @@ def relaunch(config: Config) -> float | None:
     sys.stderr.flush()
     if hydra_config.mode is not RunMode.MULTIRUN:
         os.execv(sys.executable, command)  # torchrun takes this process's place, and its signals
-    folder = Path(hydra_config.runtime.output_dir)  # each job of a sweep has a directory of its own
-    return note_job(run_job([*command, f"output_dir='{folder}'"]))
+    folder = Path(hydra_config.runtime.output_dir)  # each job of a sweep has a name and a folder
+    for key, value in (("name", f"{config.name}/{folder.name}"), ("output_dir", str(folder))):
+        quotable = value.replace("'", r"\'")
+        command.append(f"{key}='{quotable}'")
+    return note_job(run_job(command))
 
 
 def run_rank(config: Config) -> None:
@@ -150,6 +160,7 @@ def run_rank(config: Config) -> None:
     from dflash_ddp.log import exit_on_error, setup_logging
     from dflash_ddp.world import plan_topology, read_launch
 
+    sys.stdin = io.StringIO()  # no library may ask a question that holds up all ranks
     launch = read_launch()
     try:
         topology = plan_topology(
@@ -169,11 +180,14 @@ def run_rank(config: Config) -> None:
         from dflash_ddp.preflight import device_type
         from dflash_ddp.startup import prepare_run
         from dflash_ddp.stopping import listen
-        from dflash_ddp.world import JobStore, close_world, init_world
+        from dflash_ddp.world import JobStore, close_world, init_world, set_gpu_variables
 
         store = JobStore(launch)
         control = Control(store, launch, topology, heartbeat_timeout_s=config.heartbeat_timeout_s)
         handler.publish = partial(end_job, control, config)
+        device = device_type(config.device)
+        if device == "cuda":
+            set_gpu_variables(launch, share_gpu=config.split.share_gpu)
         run = prepare_run(config, launch, control)
         control.failure_folder = run.folder
         listen(control)
@@ -182,7 +196,7 @@ def run_rank(config: Config) -> None:
             topology,
             launch,
             store,
-            device_type=device_type(config.device),
+            device_type=device,
             share_gpu=config.split.share_gpu,
             lane_ctas=config.split.lane_ctas,
         )

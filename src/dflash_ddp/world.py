@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from dflash_ddp.config import ConfigError
+
 logger = logging.getLogger(__name__)
 
 # Limits of the groups. They find a hung GPU; the heartbeats find a dead or frozen process.
@@ -216,7 +218,7 @@ def init_world(
 ) -> World:
     """Bind the device, make the groups, connect the lanes. All ranks of the job meet here.
 
-    Call it before the first use of CUDA: it sets variables that CUDA and NCCL read once.
+    On GPUs call `set_gpu_variables` first.
 
     Args:
         topology: the plan, equal on all ranks.
@@ -227,7 +229,7 @@ def init_world(
         lane_ctas: thread blocks that one transfer may take from the GPU; None: NCCL decides.
 
     Raises:
-        ValueError: more local ranks than GPUs, or CUDA_DEVICE_MAX_CONNECTIONS=1.
+        ValueError: more local ranks than GPUs.
     """
     cuda = device_type == "cuda"
     device = _bind_gpu(launch, share_gpu) if cuda else torch.device("cpu")
@@ -273,8 +275,12 @@ def _warm_up(world: World) -> None:
             torch.cuda.synchronize(world.device)
 
 
-def _bind_gpu(launch: Launch, share_gpu: bool) -> torch.device:
-    """Choose the GPU, after setting what CUDA and NCCL read once; what the user has set stays."""
+def set_gpu_variables(launch: Launch, *, share_gpu: bool = False) -> None:
+    """Set what CUDA and NCCL read once: before anything touches a GPU. What the user has set stays.
+
+    Raises:
+        ConfigError: CUDA_DEVICE_MAX_CONNECTIONS=1.
+    """
     wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000"}
     if share_gpu:
         # NCCL refuses two ranks of one host on one GPU. With a host name of its own each rank is
@@ -286,12 +292,14 @@ def _bind_gpu(launch: Launch, share_gpu: bool) -> torch.device:
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
     if os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1":
-        raise ValueError(
+        raise ConfigError(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 puts transfers and compute into one queue of the GPU; "
             "unset it (32 is used then)"
         )
-    if torch.cuda.is_initialized():
-        logger.warning("CUDA is in use already: CUDA_DEVICE_MAX_CONNECTIONS has no effect now")
+
+
+def _bind_gpu(launch: Launch, share_gpu: bool) -> torch.device:
+    """Choose this rank's GPU."""
     num_gpus = torch.cuda.device_count()
     if num_gpus == 0 or (launch.local_world_size > num_gpus and not share_gpu):
         raise ValueError(

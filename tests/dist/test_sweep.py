@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -81,7 +82,20 @@ def test_a_job_is_named_by_what_is_swept_and_nothing_else(monkeypatch):
     assert sweeps.job_name(["steps=2", "optim.lr=1", "name=x"], None) == "optim.lr=1"
     assert sweeps.job_name(["steps=2", "split=7t1d"], {"split": "7t1d,6t2d"}) == "split=7t1d"
     monkeypatch.setattr(sys, "argv", ["train", "-m", "target.path=a/b,c/d", "+seed=1,2"])
-    assert sweeps.job_name(["target.path=a/b", "+seed=1"], None) == "target.path=a_b,+seed=1"
+    name = sweeps.job_name(["target.path=a/b", "+seed=1"], None)
+    assert re.fullmatch(r"target\.path=a_b,\+seed=1-[0-9a-f]{8}", name)
+    assert sweeps.job_name(["steps=2"], None) == "job"
+
+
+def test_the_name_of_a_folder_is_short_plain_and_distinct():
+    texts = [
+        *("data.path=/a/b", "data.path=_a_b", "data.path=../../b", "name=\u00e9", "x='a b'"),
+        *(f"data.path={'x' * 300}{end}" for end in "ab"),
+    ]
+    names = [sweeps.folder_name(text) for text in texts]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert re.fullmatch(r"[\w.,=+-]{3,80}", name, re.ASCII)
 
 
 def test_a_job_does_not_inherit_an_outer_launcher(monkeypatch):

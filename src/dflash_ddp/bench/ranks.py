@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 
 from dflash_ddp.control import Control
-from dflash_ddp.world import JobStore, World, init_world, plan_topology, read_launch
+from dflash_ddp.world import (
+    JobStore,
+    World,
+    init_world,
+    plan_topology,
+    read_launch,
+    set_gpu_variables,
+)
 
 HEARTBEAT_TIMEOUT_S = 60.0
 LIMIT_S = 540.0
@@ -56,12 +63,14 @@ def join(num_targets: int, num_drafters: int, *, lane_ctas: int | None) -> tuple
     store = JobStore(launch)
     control = Control(store, launch, topology, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S)
     num_gpus = torch.cuda.device_count()
+    share_gpu = 0 < num_gpus < launch.world_size
+    set_gpu_variables(launch, share_gpu=share_gpu)
     world = init_world(
         topology,
         launch,
         store,
         device_type="cuda" if num_gpus else "cpu",
-        share_gpu=0 < num_gpus < launch.world_size,
+        share_gpu=share_gpu,
         lane_ctas=lane_ctas,
     )
     return world, control

@@ -1,7 +1,8 @@
 """Rows of text, from files or from a hub, as conversations in a fixed order.
 
-In: `data.path`: a JSON-lines file (`.jsonl`, `.json`, `.ndjson`), a parquet file, a glob or
-a directory of such files, or the name of a data set on the hub. Out:
+In: `data.path`: a JSON-lines file (`.jsonl`, `.json`, `.ndjson`, each also with `.gz`), a `.json`
+file that is one array of rows, a parquet file, a glob or a directory of such files, or the name of
+a data set on the hub. Out:
 
     open_sources -> [Source]         what there is to read
     raw_rows     -> RawRow           its place, and a line of bytes or a dict from arrow
@@ -15,8 +16,10 @@ source alone; turns keep their order and none is left out; a key whose value is 
 no key, since arrow pads every struct with nulls (JSON lines and their parquet copy are alike).
 """
 
+import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import datasets
 
-LINE_SUFFIXES = (".jsonl", ".json", ".ndjson")
+LINE_SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
 SUFFIXES = (*LINE_SUFFIXES, ".parquet")
 ROLES = {"system": "system", "user": "user", "human": "user"}
 ROLES |= dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant")
@@ -75,24 +78,32 @@ def open_sources(path: str, *, split: str = "train", revision: str | None = None
     """
     local = Path(path).expanduser()
     if local.is_dir():
-        files = sorted(file for file in local.iterdir() if file.suffix in SUFFIXES)
+        files = sorted(file for file in local.iterdir() if _is_data(file) and not _is_hidden(file))
     elif local.is_file():
         files = [local]
     elif any(sign in path for sign in "*?["):
         # Path.glob refuses absolute patterns, so it starts from the root.
         absolute = local.absolute()
         found = Path(absolute.anchor).glob(str(absolute.relative_to(absolute.anchor)))
-        files = sorted(file for file in found if file.is_file())
-    elif path.startswith((".", "/", "~")) or local.suffix in SUFFIXES or path.count("/") > 1:
+        files = sorted(file for file in found if file.is_file() and not _is_hidden(file))
+    elif path.startswith((".", "/", "~")) or _is_data(local) or path.count("/") > 1:
         files = []
     else:
         return [_open_hub(path, split, revision)]
     if not files:
         raise ValueError(f"data.path={path}: there is no such file, nor one ending in {SUFFIXES}")
-    odd = [str(file) for file in files if file.suffix not in SUFFIXES]
+    odd = [str(file) for file in files if not _is_data(file)]
     if odd:
         raise ValueError(f"data.path={path}: {odd} do not end in one of {SUFFIXES}")
     return [Source(str(file)) for file in files]
+
+
+def _is_data(file: Path) -> bool:
+    return file.name.endswith(SUFFIXES)
+
+
+def _is_hidden(file: Path) -> bool:
+    return file.name.startswith(".")  # as a Mac's `._a.jsonl`, which holds no text
 
 
 def content_hash(sources: list[Source]) -> str:
@@ -128,28 +139,55 @@ def _open_hub(path: str, split: str, revision: str | None) -> Source:
 
     try:
         dataset = datasets.load_dataset(path, split=split, revision=revision)
-    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        StopIteration,
+        datasets.exceptions.DatasetsError,
+    ) as error:
         raise ValueError(
             f"data.path={path} is no local file, and the hub did not give it with "
             f"data.split={split}, data.revision={revision}: {error or type(error).__name__}"
         ) from error
-    wanted = _wanted_columns(path, dataset.column_names)
+    wanted = _wanted_columns(f"data.path={path}", dataset.column_names)
     return Source(f"{path}:{split}", dataset.select_columns(wanted))
 
 
 def _wanted_columns(name: str, columns: list[str]) -> list[str]:
     wanted: list[str] = [key for key in ("messages", "conversations", "tools") if key in columns]
     if not set(wanted) - {"tools"}:
-        raise ValueError(f"data.path: {name} has no 'messages' or 'conversations', only {columns}")
+        raise ValueError(f"{name} has no column 'messages' or 'conversations', only {columns}")
     return wanted
 
 
 def _lines(name: str) -> Iterator[RawRow]:
-    with Path(name).open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            text = line.removeprefix(_BOM) if number == 1 else line
-            if text.strip():
+    number, may_be_array = 0, name.removesuffix(".gz").endswith(".json")
+    try:
+        with gzip.open(name) if name.endswith(".gz") else Path(name).open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                text = line.removeprefix(_BOM) if number == 1 else line
+                if not text.strip():
+                    continue
+                if may_be_array and text.lstrip().startswith(b"["):
+                    yield from _array_rows(name, text + file.read())
+                    return
+                may_be_array = False
                 yield RawRow(f"{name}:{number}", text)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"data.path: {name} after line {number}: {error}; is it whole?") from error
+
+
+def _array_rows(name: str, text: bytes) -> Iterator[RawRow]:
+    """A file that is one JSON array: each of its items goes the way of a line."""
+    try:
+        rows = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"data.path: {name} begins with [ and is no JSON array: {error}; write one row a line"
+        ) from error
+    for number, row in enumerate(rows):
+        yield RawRow(f"{name}[{number}]", json.dumps(row).encode())
 
 
 def _parquet_rows(name: str) -> Iterator[RawRow]:
@@ -167,8 +205,8 @@ def _parquet_rows(name: str) -> Iterator[RawRow]:
                 for row in _slice(read, 0, len(batch)):
                     yield RawRow(f"{name}[{number}]", row)
                     number += 1
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"data.path: {name} after row {number}: {error}") from error
+    except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
+        raise ValueError(f"data.path: {name} after row {number}: {error}; is it whole?") from error
 
 
 def _hub_rows(name: str, dataset: "datasets.Dataset") -> Iterator[RawRow]:
@@ -187,7 +225,8 @@ def _slice(read: Callable[[int, int], list[Any]], start: int, stop: int) -> list
         return read(start, stop)
     except ValueError as error:  # UnicodeDecodeError and ArrowInvalid are ValueErrors
         if stop - start == 1:
-            return [Rejected("text is not UTF-8", str(error))]
+            decoding = isinstance(error, UnicodeDecodeError)
+            return [Rejected("text is not UTF-8" if decoding else "unreadable row", str(error))]
         return [row for at in range(start, stop) for row in _slice(read, at, at + 1)]
 
 
@@ -204,7 +243,7 @@ def parse_row(raw: bytes | dict[str, Any] | Rejected) -> Conversation:
 
 def _json_object(line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8").strip())
         if rb"\ud" in line.lower():
             json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:

@@ -33,7 +33,10 @@ from transformers import PreTrainedTokenizerFast
 from dflash_ddp.data.reading import EXTRA_ROLES, Conversation, Rejected
 
 # raise_exception of a template is a jinja2.TemplateError; the others come from its expressions.
-TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)
+TEMPLATE_ERRORS = (
+    *(jinja2.TemplateError, ValueError, TypeError, LookupError, ArithmeticError),
+    *(AttributeError, RecursionError),
+)
 
 TOO_FEW = "fewer than two adjacent supervised tokens"
 CUT_OFF = "the answer lies behind max_length"

@@ -5,15 +5,14 @@ decides its content, so that a change of data, template, tokenizer or length nev
 
     tokens.bin      int32  [num_tokens]           all documents end to end
     loss_mask.bin   uint8  [num_tokens]           1 on tokens that the target would generate
-    offsets.npy     int64  [num_documents + 1]    where each document starts
+    offsets.bin     int64  [num_documents + 1]    where each document starts
     origins.txt     a line a document             where it comes from, `file:line` or `name[row]`
     report.json                                   counts, settings, what was left out and why
 
 Invariants: a directory under its final name is complete (written beside it, synced, renamed); of
 several processes that write the same one, the first to finish wins and the others use its work;
-document order is row order, whatever the number of workers. In the report, num_rows is
-num_rows_kept + the counts in dropped_rows; num_bad_rows are those dropped for malformed data and
-not for their length; dropped_answers are answers of kept rows.
+document order is row order, whatever the number of workers; text that changes while it is read is
+not kept.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -32,16 +31,16 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from dflash_ddp.data.reading import Rejected, content_hash, open_sources, raw_rows
-from dflash_ddp.data.rendering import HARMLESS, Renderer, RenderSettings
+from dflash_ddp.data.reading import Source, content_hash, open_sources, raw_rows
+from dflash_ddp.data.rendering import Renderer, RenderSettings
+from dflash_ddp.data.report import count_row, format_report, length_bins, new_report
 from dflash_ddp.data.tokenising import TokenisedRow, tokenised_rows
 
-FORMAT = 2
+FORMAT = 3
 """Part of the hash: raise it when the code gives other ids, masks or files for the same input."""
 
 _LOG_EVERY_ROWS = 20_000
 _SCAN_TOKENS = 1 << 22
-_MAX_EXAMPLES, _MAX_REASONS = 3, 40  # of rows left out, in the report
 
 logger = logging.getLogger(__name__)
 
@@ -64,18 +63,30 @@ class DocumentStore:
         report = self.path / "report.json"
         if not report.is_file():
             raise ValueError(f"{self.path} holds no tokenised documents (no report.json)")
-        self.report: dict[str, Any] = json.loads(report.read_text())
-        self.fingerprint: str = self.report["fingerprint"]
-        self._offsets: np.ndarray = np.load(self.path / "offsets.npy")
-        self._ids = np.asarray(np.memmap(self.path / "tokens.bin", dtype="<i4", mode="r"))
-        self._loss_mask = np.asarray(np.memmap(self.path / "loss_mask.bin", dtype=bool, mode="r"))
-        self.lengths = np.diff(self._offsets).astype(np.int32)
-        sizes = {len(self._ids), len(self._loss_mask), int(self._offsets[-1])}
-        if self.report["format"] != FORMAT or len(sizes) > 1:
+        try:
+            self.report: dict[str, Any] = json.loads(report.read_text())
+            self.fingerprint: str = self.report["fingerprint"]
+            self._offsets = np.fromfile(self.path / "offsets.bin", dtype="<i8")
+            self._ids = np.asarray(np.memmap(self.path / "tokens.bin", dtype="<i4", mode="r"))
+            mask = np.memmap(self.path / "loss_mask.bin", dtype=bool, mode="r")
+            self._loss_mask = np.asarray(mask)
+            lengths = np.diff(self._offsets)
+            self.lengths = lengths.astype(np.int32)
+            sizes = {
+                len(self._ids),
+                len(self._loss_mask),
+                int(self._offsets[-1]),
+                int(lengths.sum()),
+            }
+            if self.report["format"] != FORMAT or len(sizes) > 1 or lengths.min() < 1:
+                raise ValueError(
+                    f"format {self.report['format']} must be {FORMAT}, and the numbers of tokens "
+                    f"in its files must agree: {sizes}"
+                )
+        except (ValueError, OSError, LookupError, TypeError, RecursionError) as error:
             raise ValueError(
-                f"{self.path}: format {self.report['format']} must be {FORMAT}, and the numbers of "
-                f"tokens in its files must agree: {sizes}; delete it to tokenise again"
-            )
+                f"{self.path} is damaged: {error}; delete it, and the text is tokenised again"
+            ) from error
 
     @property
     def num_documents(self) -> int:
@@ -94,7 +105,7 @@ class DocumentStore:
 
     def origin(self, number: int) -> str:
         """Where a document comes from, as `file:line` or `name[row]`."""
-        with (self.path / "origins.txt").open(encoding="utf-8") as lines:
+        with (self.path / "origins.txt").open(encoding="utf-8", errors="surrogateescape") as lines:
             return next(islice(lines, number, None)).rstrip("\n")
 
     def check_ids(self, table_rows: int, mask_token_id: int) -> None:
@@ -143,6 +154,7 @@ def prepare(
         ValueError: nothing to read, nothing left, or too many bad rows; with counts by reason.
     """
     sources = open_sources(path, split=split, revision=revision)
+    stamps = _stamps(sources)
     identity = Renderer(tokenizer, settings).identity()
     text = f"{FORMAT}|{content_hash(sources)}|{identity}"
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -153,25 +165,12 @@ def prepare(
         mode = settings.enable_thinking
         if mode is not None and "enable_thinking" not in str(tokenizer.chat_template):
             logger.warning("the chat template does not know enable_thinking=%s", mode)
-        report: dict[str, Any] = {
-            "format": FORMAT,
-            "fingerprint": key,
-            "sources": [source.name for source in sources],
-            "enable_thinking": mode,
-            "eos_ids": sorted(settings.eos_ids),
-            "max_length": settings.max_length,
-            "num_rows": 0,
-            "num_rows_kept": 0,
-            "num_bad_rows": 0,
-            "num_truncated": 0,
-            "num_supervised_tokens": 0,
-            "dropped_rows": {},
-            "dropped_answers": {},
-        }
+        report = new_report([source.name for source in sources], settings)
+        report |= {"format": FORMAT, "fingerprint": key}
         rows = tokenised_rows(
             raw_rows(sources), tokenizer, settings=settings, num_workers=num_workers
         )
-        _write(directory, rows, report)
+        _write(directory, rows, report, is_same=lambda: _stamps(sources) == stamps)
     store = DocumentStore(directory)
     share = store.report["num_bad_rows"] / store.report["num_rows"]
     if share > max_bad_share:
@@ -182,24 +181,35 @@ def prepare(
     return store
 
 
-def format_report(report: dict[str, Any]) -> str:
-    """The report as a few lines for people."""
-    mode = {None: "the template's default", True: "on", False: "off"}[report["enable_thinking"]]
-    share = report["num_supervised_tokens"] / max(report["num_tokens"], 1)
-    lines = [
-        f"rows: {report['num_rows']} read, {report['num_rows_kept']} kept; thinking: {mode}",
-        f"documents: {report['num_documents']} of {report['num_tokens']} tokens, {share:.1%} of "
-        f"them supervised; {report['num_truncated']} cut at {report['max_length']} tokens",
-    ]
-    for title in ("dropped_rows", "dropped_answers"):
-        for reason, found in sorted(report[title].items(), key=lambda item: -item[1]["count"]):
-            name, first = title.replace("_", " "), found["examples"][0]
-            lines.append(f"{name}: {found['count']} x {reason} (first: {first})")
-    return "\n".join(lines)
+def documents_in_both(
+    text: DocumentStore, heldout: DocumentStore, num_heldout: int
+) -> dict[int, int]:
+    """Which of the first held-out documents are training documents too, token for token, and which.
+
+    Only training documents of a held-out length are read.
+    """
+    ids = [heldout.document(n)[0].tobytes() for n in range(min(num_heldout, heldout.num_documents))]
+    numbers = {one: number for number, one in enumerate(ids)}
+    found: dict[int, int] = {}
+    for document in np.flatnonzero(np.isin(text.lengths, heldout.lengths[: len(ids)])).tolist():
+        number = numbers.get(text.document(document)[0].tobytes())
+        if number is not None:
+            found.setdefault(number, document)
+    return found
+
+
+def _stamps(sources: list[Source]) -> list[tuple[int, int]]:
+    """Size and time of each file."""
+    files = [Path(source.name).stat() for source in sources if source.dataset is None]
+    return [(file.st_size, file.st_mtime_ns) for file in files]
 
 
 def _write(
-    directory: Path, rows: Generator[TokenisedRow, None, None], report: dict[str, Any]
+    directory: Path,
+    rows: Generator[TokenisedRow, None, None],
+    report: dict[str, Any],
+    *,
+    is_same: Callable[[], bool],
 ) -> None:
     """Make the directory from all rows, complete or not at all; the report gains its counts."""
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -209,6 +219,8 @@ def _write(
     try:
         with closing(rows):  # ends the worker processes, also after a full disk
             _write_rows(partial, rows, report)
+        if not is_same():
+            raise ValueError(f"{report['sources']}: a file changed while it was read; start again")
         if report["num_documents"] == 0:
             names, counts = report["sources"], format_report(report)
             raise ValueError(f"no usable row among those of {names}\n{counts}")
@@ -233,7 +245,7 @@ def _write_rows(
     with (
         (partial / "tokens.bin").open("wb") as ids,
         (partial / "loss_mask.bin").open("wb") as loss_mask,
-        (partial / "origins.txt").open("w", encoding="utf-8") as origins,
+        (partial / "origins.txt").open("w", encoding="utf-8", errors="surrogateescape") as origins,
     ):
         for place, documents, rejected in rows:
             for document in documents:
@@ -241,32 +253,12 @@ def _write_rows(
                 loss_mask.write(document.loss_mask.tobytes())
                 origins.write(f"{place}\n")
                 offsets.append(offsets[-1] + len(document.ids))
-                report["num_truncated"] += document.truncated
-                report["num_supervised_tokens"] += int(document.loss_mask.sum())
-            report["num_rows"] += 1
-            if documents:
-                report["num_rows_kept"] += 1
-                for refusal in rejected:
-                    _count(report["dropped_answers"], refusal, place)
-            else:
-                # One reason a row, so that reasons add up to rows. Bad data comes first.
-                refusal = min(rejected, key=lambda rejected: rejected.reason in HARMLESS)
-                report["num_bad_rows"] += refusal.reason not in HARMLESS
-                _count(report["dropped_rows"], refusal, place)
+            count_row(report, place, documents, rejected)
             if report["num_rows"] % _LOG_EVERY_ROWS == 0:
                 logger.info("tokenised %d rows", report["num_rows"])
-    np.save(partial / "offsets.npy", np.array(offsets, dtype=np.int64))
-    report["num_documents"], report["num_tokens"] = len(offsets) - 1, offsets[-1]
-
-
-def _count(table: dict[str, Any], refusal: Rejected, place: str) -> None:
-    reason = refusal.reason
-    if reason not in table and len(table) >= _MAX_REASONS:
-        reason = "other reasons"
-    found = table.setdefault(reason, {"count": 0, "examples": []})
-    found["count"] += 1
-    if len(found["examples"]) < _MAX_EXAMPLES:
-        found["examples"].append(f"{place}: {refusal.detail or refusal.reason}")
+    starts = np.array(offsets, dtype="<i8")
+    starts.tofile(partial / "offsets.bin")
+    report["lengths"] = length_bins(np.diff(starts), report["max_length"])
 
 
 def _sync(path: Path) -> None:

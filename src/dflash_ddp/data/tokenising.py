@@ -64,6 +64,9 @@ def _tokenised(renderer: Renderer, row: RawRow) -> TokenisedRow:
         documents, rejected = render_row(renderer, parse_row(row.raw))
     except Rejected as error:
         documents, rejected = [], [error]
+    except BaseException as error:  # none is known; the row that brings one is worth a name
+        error.add_note(f"data.path: the row at {row.place}")
+        raise
     return TokenisedRow(row.place, documents, rejected)
 
 

@@ -101,16 +101,8 @@ def mask_function(
     return mask_mod
 
 
-def dense_mask(
-    anchors_N: Tensor, starts_N: Tensor, *, context_length: int, block_size: int, rule: MaskRule
-) -> Tensor:
-    """The rule as a bool matrix [Q, S + Q].
-
-    Raises:
-        ValueError: if the scores of one head would not fit; flex attention is for such sizes.
-    """
-    num_queries = len(anchors_N) * block_size
-    num_keys = context_length + num_queries
+def check_dense_size(num_queries: int, num_keys: int) -> None:
+    """ValueError if the scores of one head would not fit; flex attention is for such sizes."""
     if num_queries * num_keys > MAX_DENSE_SCORES:
         raise ValueError(
             f"dense attention over {num_queries:,} draft positions x {num_keys:,} keys needs "
@@ -118,6 +110,15 @@ def dense_mask(
             f"{MAX_DENSE_SCORES * 4 / 2**30:.1f} GiB; lower drafter.num_anchors or "
             "tokens_per_batch, or train on a GPU, where attention is block-sparse"
         )
+
+
+def dense_mask(
+    anchors_N: Tensor, starts_N: Tensor, *, context_length: int, block_size: int, rule: MaskRule
+) -> Tensor:
+    """The rule as a bool matrix [Q, S + Q]; ValueError if it is too large."""
+    num_queries = len(anchors_N) * block_size
+    num_keys = context_length + num_queries
+    check_dense_size(num_queries, num_keys)
     device = anchors_N.device
     query = torch.arange(num_queries, device=device)[:, None]
     key = torch.arange(num_keys, device=device)[None, :]

@@ -74,8 +74,6 @@ def load_target(
     config = read_config(path, revision, trust_remote_code)
     text = config.get_text_config(decoder=True)
     check_capture_layers(capture_layers, text.num_hidden_layers)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"target.path={path!r} is quantised: give the bf16 checkpoint instead.")
     num_layers = _cut(text, capture_layers)
     # Unread tensors are skipped on purpose: transformers need not list them.
     verbosity = transformers_logging.get_verbosity()

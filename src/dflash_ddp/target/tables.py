@@ -65,9 +65,9 @@ class TargetSpec:
 
 
 def read_config(path: str, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
-    """config.json as transformers parses it; ValueError if there is none to read."""
+    """config.json as transformers parses it; ValueError if there is none that can be used."""
     try:
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
     except OSError as error:
@@ -75,6 +75,9 @@ def read_config(path: str, revision: str | None, trust_remote_code: bool) -> Pre
             f"target.path={path!r}, revision {revision!r}: no config.json could be read. Give a "
             "local folder in transformers format, or a hub id that is reachable or in the cache."
         ) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"target.path={path!r} is quantised: give the bf16 checkpoint instead.")
+    return config
 
 
 def read_spec(path: str, revision: str | None, trust_remote_code: bool = False) -> TargetSpec:
@@ -236,6 +239,21 @@ def random_tables(
         table_VH = torch.empty(spec.table_rows, spec.hidden_size, dtype=dtype, device=device)
         tables.append(table_VH.normal_(0.0, spec.initializer_range, generator=generator))
     return tables[0], tables[-1]
+
+
+def check_files(path: str, spec: TargetSpec) -> None:
+    """Look for a local target's tables and shards, without reading them; ValueError if one lacks.
+
+    What lies on the hub is fetched whole later.
+    """
+    if not Path(path).is_dir():
+        return
+    file_of = _tensor_files(path, None)
+    for table in ("embed_tokens.weight", *(() if spec.tied else ("lm_head.weight",))):
+        _find_table(file_of, table, path)
+    missing = sorted(file for file in set(file_of.values()) if not (Path(path) / file).is_file())
+    if missing:
+        raise ValueError(f"target.path={path!r}: {missing} are missing. Complete the download.")
 
 
 def _tensor_files(path: str, revision: str | None) -> dict[str, str]:

@@ -1,0 +1,87 @@
+"""The run's folder: taken by one run at a time, once all is checked, and nothing of a run is written elsewhere."""
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from dflash_ddp.config import Config, ConfigError
+from dflash_ddp.redaction import redact
+from dflash_ddp.settings import resolved
+
+logger = logging.getLogger(__name__)
+
+
+def check_links(folder: Path) -> None:
+    """ConfigError if what the run would write goes elsewhere, by a link inside its folder."""
+    place = folder.resolve()
+    for entry in [*folder.iterdir(), *folder.glob("checkpoints/*")]:
+        if entry.is_symlink() and not entry.resolve().is_relative_to(place):
+            raise ConfigError(
+                f"{entry} is a link to {entry.resolve()}, outside of output_dir={folder}, where "
+                "all of the run is written; give output_dir itself the place that you want"
+            )
+
+
+_held: set[int] = set()  # inodes; their locks end with the process
+
+
+def hold_folder(folder: Path) -> None:
+    """Keep other runs out of a folder as long as this process lives.
+
+    Raises:
+        ConfigError: a run has it.
+    """
+    if folder.stat().st_ino in _held:
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _held.add(folder.stat().st_ino)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(
+            f"output_dir={folder} is in use by another run; give this one another name"
+        ) from None
+    except OSError as error:  # some network file systems lock no folders
+        logger.warning("%s cannot be locked (%s): start no second run in it", folder, error)
+
+
+def claimed_by(config: Config) -> str | None:
+    """The launch that wrote into the run's folder last; None if nobody did."""
+    file = Path(config.output_dir) / "env.json"
+    return json.loads(file.read_text(encoding="utf-8")).get("launch") if file.is_file() else None
+
+
+def claim_folder(config: Config, data_report: dict[str, Any], launch: str) -> None:
+    """Take the run's folder, once all is checked: a run that is refused has changed nothing in it.
+
+    With resume=none an earlier run is moved aside, never mixed. Writes config.yaml (every setting
+    as resolved), env.json (with what this ran, in which launch) and data_report.json.
+    """
+    folder = Path(config.output_dir)
+    if folder.is_dir():
+        hold_folder(folder)
+    if config.resume == "none" and (folder / "config.yaml").exists():
+        names = (folder.with_name(f"{folder.name}.{n}") for n in range(1, 10_000))
+        aside = next(name for name in names if not name.exists())
+        shutil.move(folder, aside)
+        logger.info("resume=none: the earlier run is now in %s", aside)
+    folder.mkdir(parents=True, exist_ok=True)
+    hold_folder(folder)
+    text = json.dumps(data_report, indent=2) + "\n"
+    (folder / "data_report.json").write_text(text, encoding="utf-8")
+    text = yaml.safe_dump(resolved(config), sort_keys=False)
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    argv = [redact(word) for word in sys.argv]
+    environment: dict[str, Any] = {"launch": launch, "argv": argv, "python": sys.version}
+    environment |= {"torch": torch.__version__, "gpu": gpu}
+    (folder / "env.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")

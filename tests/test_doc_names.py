@@ -1,0 +1,16 @@
+"""Every test that the docs name is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+DOCS = sorted((TESTS.parent / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)
+def test_named_tests_exist(doc):
+    sources = "\n".join(file.read_text() for file in TESTS.rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", doc.read_text()))
+    assert not {name for name in named if f"def {name}(" not in sources}
