@@ -49,6 +49,7 @@ from dflash_ddp.drafter.steplog import StepLog
 from dflash_ddp.facts import read_facts
 from dflash_ddp.native import load_weights
 from dflash_ddp.panel import make_setup
+from dflash_ddp.profiling import StepProfiler
 from dflash_ddp.runlog import RunLog, Summary
 from dflash_ddp.schedule import Kind, StreamItem
 from dflash_ddp.startup import Run
@@ -173,6 +174,8 @@ class DrafterWorker:
         run, config, control = self.run, self.run.config, self.control
         assert config.steps is not None
         start, steplog = time.monotonic(), self.steplog
+        name = f"{control.topology.role(control.rank)}_rank{control.rank}"
+        profiler = StepProfiler(config, self.world.device, name, wanted=self.ordinal == 0)
         stopping = Stopping(control, self.world.drafter_group, config.max_hours)
         if run.found.first_step == config.steps:
             logger.info("all %d steps are complete already; nothing is trained", config.steps)
@@ -191,6 +194,7 @@ class DrafterWorker:
             if ends:
                 break
             control.phase(f"train step {step}")
+            profiler.at(step)
             lr = self._step(step)
             if self._logs_at(step + 1):
                 features = self.intake.features
@@ -199,6 +203,7 @@ class DrafterWorker:
                 )
             else:
                 steplog.write()
+        profiler.close()
         self.intake.features.close()
         elapsed = time.monotonic() - start
         stopped_by = stopping.reason if step < config.steps else None
