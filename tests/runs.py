@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 MODULE = ["-m", "dflash_ddp.train"]
 _MARK = "DFLASH_TEST_MARK"
-_TIMES = ("speed/", "wait/", "checkpoint/")  # keys of a row that differ between any two runs
+# Keys of a row that differ between any two runs.
+_TIMES = ("speed/", "wait/", "checkpoint/", "channel/", "memory/")
 
 
 class Ended(NamedTuple):
@@ -53,6 +54,11 @@ class Running:
             self._process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env=env, stdin=subprocess.DEVNULL
             )
+
+    @property
+    def process_id(self) -> int:
+        """Of the command itself."""
+        return self._process.pid
 
     def text(self) -> str:
         """All output so far."""
@@ -106,15 +112,17 @@ def running(
     *,
     first_on_path: Path | None = None,
     max_restarts: int = 0,
+    agent: list[str] | None = None,
 ) -> Iterator[Running]:
     """The command at work: under torchrun, or by itself if `num_processes` is None.
 
     first_on_path: a folder of modules that its processes find before all others.
     max_restarts: how often torchrun starts the ranks anew.
+    agent: settings of torchrun, in place of one node alone.
     """
     torchrun: list[str] = []
     if num_processes is not None:
-        torchrun = ["-m", "torch.distributed.run", "--standalone"]
+        torchrun = ["-m", "torch.distributed.run", *(agent or ["--standalone"])]
         torchrun += ["--nproc_per_node", str(num_processes), f"--max_restarts={max_restarts}"]
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, *torchrun, *MODULE, *overrides]
@@ -141,12 +149,16 @@ def run(
         return ended
 
 
+def all_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl, without what time decides. JSON keeps every digit."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    """The same without what time decides. JSON keeps every digit."""
     return [
-        {key: value for key, value in json.loads(line).items() if not key.startswith(_TIMES)}
-        for line in lines
+        {key: value for key, value in row.items() if not key.startswith(_TIMES)}
+        for row in all_rows(folder)
     ]
 
 

@@ -85,7 +85,7 @@ PROMPT = np.random.default_rng(0).integers(0, 256, 23).tolist()
 
 
 @pytest.mark.parametrize("kind", ["qwen3_tied", "qwen3_5", "llama", "sliding"])
-@pytest.mark.parametrize("block_size", [2, 5, 16])
+@pytest.mark.parametrize("block_size", [2, 7])
 def test_output_is_the_targets_own_whatever_the_drafts(reader, kind, block_size):
     """Every number of accepted drafts occurs; the answer is that of transformers' generate."""
     target = reader(kind)
@@ -145,8 +145,7 @@ def test_stop_tokens_and_limits_cut_the_last_call(reader):
     assert fast.tokens == plain[: stop + 1]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_tied", "qwen3_5"])
-@pytest.mark.parametrize("sliding", [0, 1])
+@pytest.mark.parametrize(("kind", "sliding"), [("qwen3_tied", 1), ("qwen3_5", 0)])
 def test_walk_equals_decoding_with_a_trained_drafter(reader, kind, sliding, tmp_path):
     target = reader(kind)
     generator = np.random.default_rng(3)
@@ -210,9 +209,9 @@ def test_the_chi_square_test_itself():
     assert chi_square_p(observed, expected) == pytest.approx(0.05, abs=1e-3)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_judged_tokens_have_the_targets_distribution(seed):
-    """Two slots over five tokens, the drafter far from the target: all outcomes, 6,000 draws."""
+    """Two slots over five tokens, the drafter far from the target: all outcomes, 4,000 draws."""
     torch.manual_seed(seed)
     q_logits, p_logits = 2 * torch.randn(2, 5), 2 * torch.randn(5, 3, 5)
     sampler = Sampler(0.7, torch.Generator().manual_seed(seed))
@@ -220,14 +219,14 @@ def test_judged_tokens_have_the_targets_distribution(seed):
     expected, observed = np.zeros((5, 5)), np.zeros((5, 5))
     for first, second in itertools.product(range(5), range(5)):
         expected[first, second] = p[0, 0, first] * p[first, 1, second]
-    for _ in range(6_000):
+    for _ in range(4_000):
         drafts, drawn_from = sampler.propose(q_logits)
         logits = torch.stack([p_logits[0, 0], p_logits[drafts[0], 1], p_logits[drafts[1], 2]])
         new = sampler.judge(drafts, drawn_from, logits)
         if len(new) == 1:  # the next call would draw the second token from p alone
             new.append(int(sampler.propose(p_logits[new[0], 1][None])[0]))
         observed[new[0], new[1]] += 1
-    assert chi_square_p(observed.ravel(), 6_000 * expected.ravel()) > 1e-3
+    assert chi_square_p(observed.ravel(), 4_000 * expected.ravel()) > 1e-3
 
 
 def test_decoded_tokens_have_the_targets_distribution():
@@ -249,7 +248,7 @@ def test_decoded_tokens_have_the_targets_distribution():
     target = TargetReader(model, [0, 1, 2])
     tables = Tables(model.get_input_embeddings().weight, model.lm_head.weight)
     drafter = DrafterReader(tiny_drafter(dataclasses.replace(shape, mask_token_id=3)), tables)
-    prompt, draws = [1, 0, 2], 400
+    prompt, draws = [1, 0, 2], 300
     observed, expected = np.zeros((4, 4, 4)), np.zeros((4, 4, 4))
     sampler = Sampler(1.0, torch.Generator().manual_seed(0))
     for _ in range(draws):

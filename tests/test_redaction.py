@@ -1,11 +1,13 @@
 """No credential in what is printed or written; what is none stays as it is."""
 
 import ast
+import json
 import logging
 
 import pytest
 from test_layering import FILES, PACKAGE, imported
 
+from dflash_ddp.failures import write_failure
 from dflash_ddp.log import setup_logging
 from dflash_ddp.redaction import redact
 
@@ -69,6 +71,15 @@ def test_log_lines_and_their_tracebacks_are_without_credentials(monkeypatch, cap
     assert "at ***" in written
     assert "OSError: cannot open s3://***@bucket with ***" in written
     assert "hunter2" not in written
+
+
+def test_the_cause_that_a_failed_run_leaves_is_without_credentials(tmp_path):
+    text = "cannot open s3://me:hunter2@bucket"
+    write_failure(tmp_path, cause=text, trace=f"OSError: {text}", phases={"0": "data"}, restart=0)
+    (file,) = tmp_path.iterdir()
+    failure = json.loads(file.read_text())
+    assert failure["cause"] == "cannot open s3://***@bucket"
+    assert failure["trace"] == "OSError: cannot open s3://***@bucket"
 
 
 FORBIDDEN = {"pickle", "dill", "joblib", "shelve", "marshal"}

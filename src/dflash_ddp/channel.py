@@ -191,6 +191,8 @@ class FeatureReceiver:
         """
         self.wait_s = 0.0
         """Seconds that `receive` has waited: the health of the split."""
+        self.num_full = 0
+        """Slots that were full when `receive` was last called."""
         self.drafter = world.topology.drafter_ranks.index(world.rank)
         self._world, self._control, self._routing, self._dtype = world, control, routing, dtype
         self._slots = allocate_slots(world, num_slots, slot_bytes)
@@ -218,6 +220,7 @@ class FeatureReceiver:
         if item is None:
             return None
         with self._changed:
+            self.num_full = len(self._ready)
             while sequence not in self._ready:
                 if self._ended:
                     raise RuntimeError(

@@ -19,6 +19,7 @@ class LocalFeatures:
         """Load the target and allocate one slot."""
         self.wait_s = 0.0
         """A colocated rank never waits for features: it makes them."""
+        self.num_full = 0
         self._run, self._drafter, self._sequence = run, drafter, 0
         self._source = FeatureSource(run, device)
         self._slot = torch.zeros(run.slot_bytes, dtype=torch.uint8, device=device)

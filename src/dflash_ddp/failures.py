@@ -24,7 +24,8 @@ def write_failure(folder: Path, first: str, *, phases: dict[str, str], restart: 
     """
     cause, _, trace = first.partition("\n")
     at = time.strftime("%Y-%m-%d %H:%M:%S")
-    failure = {"at": at, "restart": restart, "cause": cause, "trace": trace, "phases": phases}
+    failure = {"at": at, "restart": restart, "cause": redact(cause), "trace": redact(trace)}
+    failure["phases"] = phases
     try:
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f".{FAILURE_FILE}.{os.getpid()}"

@@ -1,19 +1,19 @@
 """Where a run's numbers go: `metrics.jsonl` always, wandb if asked, one console line for people. One rank writes.
 
-Keys of a row: step, tokens, train/loss, train/accuracy, train/accept_length, optim/lr, optim/grad_norm,
-optim/bad_steps, speed/tokens_per_s, speed/step_s, wait/target, wait/drafter (mean seconds a step that a rank of the
-role waited); after a checkpoint checkpoint/stall_s, checkpoint/write_s, checkpoint/failed; and where held-out text was
-evaluated heldout/accept_length, its standard error and number of documents.
+What the keys of a row mean: `dflash_ddp.glossary`.
 """
 
 import json
 import logging
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dflash_ddp import glossary
 from dflash_ddp.config import Config, Wandb
+from dflash_ddp.panel import Panel, Setup, derived
 from dflash_ddp.settings import resolved
 
 logger = logging.getLogger(__name__)
@@ -64,23 +64,25 @@ class RowFile:
 class RunLog:
     """The files and the wandb run of one training run."""
 
-    def __init__(self, folder: Path, config: Config, *, first_step: int) -> None:
-        """Open `metrics.jsonl` at the step to go on from, and wandb."""
+    def __init__(self, folder: Path, config: Config, setup: Setup, *, first_step: int) -> None:
+        """Open `metrics.jsonl` at the step to go on from, wandb, and the panel."""
         # An evaluation at the step of a checkpoint is not made again, but one before all steps is.
         drop_rows_after(folder / METRICS_FILE, first_step if first_step > 0 else -1)
         self._file = RowFile(folder / METRICS_FILE)
-        self._steps = config.steps
+        self._setup, self._panel = setup, Panel(setup)
         self._wandb = start_wandb(folder, config)
 
     def write(self, row: dict[str, Any]) -> None:
         """One row; absent and non-finite values are left out. A killed run keeps it."""
         row = {k: v for k, v in row.items() if v is not None and math.isfinite(v)}
+        row |= derived(row, self._setup)
         self._file.append(json.dumps(row))
         self._to_wandb(lambda run: run.log(row, step=row["step"]))
-        logger.info("%s", console_line(row, self._steps))
+        self._panel.show(row)
 
     def close(self, exit_code: int = 0) -> None:
         """Finish wandb; rows are on disk already."""
+        self._panel.close()
         self._to_wandb(lambda run: run.finish(exit_code=exit_code))
 
     def _to_wandb(self, send: Callable[[Any], object]) -> None:
@@ -103,37 +105,21 @@ def start_wandb(folder: Path, config: Config) -> Any:
     import wandb
 
     try:
-        return wandb.init(
+        run = wandb.init(
             project=config.logging.project,
             name=config.name,
-            id=config.name.replace("/", "-"),
+            id=re.sub(r"[:;,#?%/\\']", "-", config.name)[-128:],
             dir=str(folder),
             mode=config.logging.wandb.value,
             config=resolved(config),
             resume="allow" if config.logging.wandb is Wandb.online else None,
             settings=wandb.Settings(console="off", silent=True),
         )
+        glossary.define(run)
     except (wandb.errors.Error, OSError) as error:
         logger.warning("wandb does not start, metrics.jsonl has all rows: %s", error)
         return None
-
-
-def console_line(row: dict[str, Any], steps: int | None) -> str:
-    """The row for people."""
-    parts = [f"step {row['step']}/{steps}"]
-    for key, text in (
-        ("train/loss", "loss {:.4f}"),
-        ("train/accuracy", "accuracy {:.3f}"),
-        ("train/accept_length", "accept {:.2f}"),
-        ("heldout/accept_length", "held-out accept {:.3f}"),
-        ("heldout/walk_on_text", "held-out walk on text {:.3f}"),
-        ("speed/tokens_per_s", "{:,.0f} tokens/s"),
-        ("wait/target", "targets wait {:.2f} s"),
-        ("wait/drafter", "drafters wait {:.2f} s"),
-    ):
-        if key in row:
-            parts.append(text.format(row[key]))
-    return "  ".join(parts)
+    return run
 
 
 class Summary(NamedTuple):

@@ -4,10 +4,8 @@ Unknown keys, wrong types and values out of bounds are refused with key, value a
 """
 
 import difflib
-import hashlib
 import math
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -92,6 +90,9 @@ def _combination_problems(config: Config) -> list[str]:
             f"drafter.sliding_layers={drafter.sliding_layers} must not exceed "
             f"drafter.num_layers={drafter.num_layers}"
         )
+    steps = config.profile.steps
+    if steps is not None and (len(steps) != 2 or not 0 <= steps[0] < steps[1]):
+        found.append(f"profile.steps={steps} must be [first, end) with 0 <= first < end")
     layers = config.target.capture_layers
     if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 0):
         found.append(f"target.capture_layers={layers} must be ascending, distinct and >= 0")
@@ -237,15 +238,6 @@ def override_problems(overrides: list[str]) -> list[str]:
             tree = {part: tree}
         found += _unknown_keys(tree, Config, prefix="")
     return found
-
-
-def sweep_folder(overrides: str) -> str:
-    """A job's overrides as one folder's name: no separators, at most 80 bytes, and distinct."""
-    plain = re.sub(r"[^\w.,=+-]", "_", overrides, flags=re.ASCII)
-    if plain == overrides and len(plain) <= 80:
-        return plain
-    digest = hashlib.blake2b(overrides.encode(), digest_size=4).hexdigest()
-    return f"{plain[:70]}-{digest}"
 
 
 def resolved(config: Config) -> dict[str, Any]:

@@ -4,13 +4,13 @@
     python -m dflash_ddp.train [key=value ...]                          starts torchrun for the split by itself
     python -m dflash_ddp.train --multirun optim.lr=3e-4,6e-4            a sweep: a fresh torchrun for each job
 
+`torchrun ... -m dflash_ddp.train --multirun ...` on one node does the same: its rank 0 starts the jobs, one by one.
+
 A run is two programs: target ranks stream context features, drafter ranks learn from them.
 """
 
 import io
 import os
-import signal
-import subprocess
 import sys
 import time
 from functools import partial
@@ -25,7 +25,8 @@ from omegaconf import DictConfig
 
 from dflash_ddp.config import Config, ConfigError
 from dflash_ddp.redaction import redact
-from dflash_ddp.settings import override_problems, parse, sweep_folder
+from dflash_ddp.settings import override_problems, parse
+from dflash_ddp.sweeps import note_job, run_job
 
 if TYPE_CHECKING:  # settings are checked before torch is loaded
     from dflash_ddp.control import Control
@@ -39,19 +40,38 @@ RANK_0_FIRST_S = 10.0  # what every rank finds is said by rank 0, and only if it
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="train")
-def main(tree: DictConfig) -> None:
-    """Compose, check, and become a rank or start the ranks."""
+def main(tree: DictConfig) -> float | None:
+    """Compose, check, and become a rank or start the ranks; a job of a sweep gives its accept length."""
     sys.stderr = sys.__stderr__  # `start` may have held Hydra's words back
+    multirun = HydraConfig.get().mode is RunMode.MULTIRUN
+    if multirun:
+        leave_sweep_to_rank_0()
     try:
         config = parse(tree)
     except ConfigError as error:
-        refuse(error)
-    if "RANK" not in os.environ:
-        relaunch(config)
-    elif HydraConfig.get().mode is RunMode.MULTIRUN:
-        refuse("--multirun under torchrun would mix jobs; use python -m dflash_ddp.train")
-    else:
+        if not multirun:
+            refuse(error)
+        tell(error)  # a job that cannot work leaves the others of its sweep alone
+        return note_job(USER_ERROR)
+    if config.dry_run:
+        check_only(config)
+    elif "RANK" in os.environ and not multirun:
         run_rank(config)
+    else:
+        return relaunch(config)
+    return None
+
+
+def leave_sweep_to_rank_0() -> None:
+    """A sweep under torchrun is rank 0's: it starts a fresh torchrun for each job, and nobody else anything.
+
+    Raises:
+        SystemExit: with 0 on other ranks.
+    """
+    if os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE"):
+        refuse("--multirun under a torchrun of several nodes: start one torchrun for each job")
+    if os.environ.get("RANK", "0") != "0":
+        raise SystemExit(0)
 
 
 def start() -> None:
@@ -97,32 +117,42 @@ def tell(error: ConfigError | ValueError | str) -> None:
     sys.stderr.flush()
 
 
-def relaunch(config: Config) -> None:
-    """Become torchrun with the processes that the split asks for; of a sweep, wait for each job.
+def check_only(config: Config) -> None:
+    """Print what a dry run finds; under torchrun, rank 0 does.
 
     Raises:
-        SystemExit: torchrun's exit code, if it is not 0.
+        SystemExit: something is wrong.
     """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    from dflash_ddp.dryrun import dry_run
+
+    wrong = 0
+    for right, text in dry_run(config):
+        sys.stdout.write(f"{'ok   ' if right else 'WRONG'} {text}\n")
+        wrong += not right
+    sys.stdout.write(f"dry run: {wrong or 'no'} problems; nothing was started\n")
+    if wrong:
+        raise SystemExit(USER_ERROR)
+
+
+def relaunch(config: Config) -> float | None:
+    """Become torchrun with the processes that the split asks for; of a sweep, wait for each job."""
     hydra_config = HydraConfig.get()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", str(config.world_size), "-m", "dflash_ddp.train"]
     for source in hydra_config.runtime.config_sources:
         if source.provider == "command-line":
             command += ["--config-dir", source.path]
-    command += list(hydra_config.overrides.task)
-    command += ["hydra.mode=RUN", "hydra.run.dir=."]
-    if hydra_config.mode is RunMode.MULTIRUN:  # each job of a sweep has a name and a folder
-        job = sweep_folder(hydra_config.job.override_dirname)
-        for key, value in (("name", config.name), ("output_dir", config.output_dir)):
-            quotable = value.replace("'", r"\'")
-            command.append(f"{key}='{quotable}/{job}'")
+    command += [*hydra_config.overrides.task, "hydra.mode=RUN", "hydra.run.dir=."]
     sys.stderr.flush()
     if hydra_config.mode is not RunMode.MULTIRUN:
         os.execv(sys.executable, command)  # torchrun takes this process's place, and its signals
-    child = subprocess.Popen(command)
-    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-    if code := child.wait():
-        raise SystemExit(code)
+    folder = Path(hydra_config.runtime.output_dir)  # each job of a sweep has a name and a folder
+    for key, value in (("name", f"{config.name}/{folder.name}"), ("output_dir", str(folder))):
+        quotable = value.replace("'", r"\'")
+        command.append(f"{key}='{quotable}'")
+    return note_job(run_job(command))
 
 
 def run_rank(config: Config) -> None:
@@ -154,7 +184,7 @@ def run_rank(config: Config) -> None:
 
         store = JobStore(launch)
         control = Control(store, launch, topology, heartbeat_timeout_s=config.heartbeat_timeout_s)
-        handler.publish = partial(end_job, control)
+        handler.publish = partial(end_job, control, config)
         device = device_type(config.device)
         if device == "cuda":
             set_gpu_variables(launch, share_gpu=config.split.share_gpu)
@@ -180,8 +210,14 @@ def run_rank(config: Config) -> None:
         control.close()
 
 
-def end_job(control: "Control", error: BaseException) -> NoReturn:
+def end_job(control: "Control", config: Config, error: BaseException) -> NoReturn:
     """End all ranks. A problem with settings is printed by the rank that found it, and only there."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        from dflash_ddp.profiling import out_of_memory
+
+        tell(out_of_memory(config, control.topology.role(control.rank), control.rank, error))
     if isinstance(error, ConfigError):
         tell(error)
         control.abort(f"{control.topology.describe(control.rank)} refuses the settings")
@@ -223,7 +259,10 @@ def play_roles(run: "Run", world: "World", control: "Control") -> str | None:
     worker = DrafterWorker(run, world, control, features)
     summary = worker.train()
     if worker.log is not None:
+        from dflash_ddp import report
+
         worker.log.close()
+        report.write_or_warn(run.folder)
     return summary.text(generated=run.config.data.heldout_generated)
 
 

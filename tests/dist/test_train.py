@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 from material import STEPS, TOKENS_PER_BATCH, Material
-from runs import Ended, Running, assert_equal_state, rows, run, running, state
+from runs import Ended, Running, all_rows, assert_equal_state, rows, run, running, state
 from targets import build_tokenizer
 from training import train
 
+from dflash_ddp import glossary
 from dflash_ddp.data.packing import Packing, packed_batch
 from dflash_ddp.data.rendering import RenderSettings
 from dflash_ddp.data.store import DocumentStore, prepare
@@ -44,23 +45,35 @@ def test_a_run_writes_every_step_and_both_ends(one_target):
     assert measured == [0, 3, 6]
     assert trained[-1]["train/loss"] < trained[0]["train/loss"]
     assert (one_target / "export" / "model.safetensors").is_file()
+    assert "heldout/walk_on_text" in (one_target / "report.html").read_text()
+
+
+def evaluated(folder: Path) -> list[dict]:
+    return [row for row in rows(folder) if "heldout/walk_on_text" in row]
 
 
 def test_a_run_may_start_from_the_drafter_of_another(material, one_target):
-    """Before its first step it is as good, slot by slot, as that one was at its end."""
+    """Before its first step it is as good, slot by slot, as the best of that one, which its card names."""
+    best = max(evaluated(one_target)[1:], key=lambda row: row["heldout/walk_on_text"])
+    card = (one_target / "export" / "README.md").read_text()
+    assert f"{best['step']} optimizer steps" in card
+    assert f"its walk is {best['heldout/walk_on_text']:.3f}" in card
     start = f"drafter.init_from={one_target / 'export'}"
     run(2, material.overrides("warm", "split=1t1d", "steps=1", "optim.lr=1e-9", start))
-    ended, started = (
-        [row for row in rows(folder) if "heldout/walk_on_text" in row][which]
-        for folder, which in ((one_target, -1), (material.output("warm"), 0))
-    )
-    for row in (ended, started):
+    started = evaluated(material.output("warm"))[0]
+    for row in (best, started):
         del row["step"], row["tokens"]
-    assert started == ended
+    assert started == best
     refused = run(
         2, material.overrides("refused", "split=1t1d", "drafter.block_size=5", start), code=None
     )
     assert "block_size: 4 there, 5 here" in refused.output
+
+
+def test_every_number_that_a_run_logs_is_in_the_glossary(one_target):
+    logged = {key for row in all_rows(one_target) for key in row}
+    assert {key for key in logged if glossary.find(key) is None} == set()
+    assert {"wait/drafter_share", "channel/slots_full", "heldout/slot_1"} <= logged
 
 
 @pytest.mark.parametrize(

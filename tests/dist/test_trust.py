@@ -23,7 +23,7 @@ SMALL = (
     "target=demo target.path=target data=demo data.path=train.jsonl data.heldout=train.jsonl data.cache_dir=cache "
     "data.max_length=128 drafter.num_layers=2 drafter.block_size=4 drafter.num_anchors=8 drafter.sliding_layers=0 "
     "drafter.num_attention_heads=null drafter.num_key_value_heads=null drafter.head_dim=null loss.chunk_rows=16 "
-    "logging=offline tokens_per_batch=128 steps=2 device=cpu split=1t1d"
+    "name='odd,name:1' logging=offline tokens_per_batch=128 steps=2 device=cpu split=1t1d"
 ).split()
 FILES = "config.yaml data_report.json env.json metrics.jsonl".split()
 
@@ -56,10 +56,10 @@ def test_no_credential_is_printed_or_written_and_one_row_is_enough(place):
     assert planted(place) == []
     assert "steps=2 loss=" in ended.output
     assert "1 of the 1 held-out documents used are in the training text" in ended.output
-    left = {file.name for file in (place / "outputs/dev").iterdir()}
+    left = {file.name for file in (place / "outputs/odd,name:1").iterdir()}
     assert left == {*"checkpoints export wandb".split(), *FILES}
-    assert [folder.name for folder in (place / "outputs").iterdir()] == ["dev"]
-    report = json.loads((place / "outputs/dev/data_report.json").read_text())
+    assert [folder.name for folder in (place / "outputs").iterdir()] == ["odd,name:1"]
+    report = json.loads((place / "outputs/odd,name:1/data_report.json").read_text())
     assert report["heldout"]["num_in_training_text"] == report["text"]["num_documents"] == 1
 
 

@@ -14,6 +14,7 @@ class Features(Protocol):
     """Where a drafter's feature batches come from: the channel, or the rank itself."""
 
     wait_s: float
+    num_full: int
 
     def receive(self) -> Received | None:
         """The next feature batch of this drafter; None after its last."""

@@ -17,7 +17,7 @@ from dflash_ddp.accept import AcceptTally
 from dflash_ddp.control import Control
 from dflash_ddp.drafter.metrics import empty_sums, step_metrics
 from dflash_ddp.runlog import RunLog
-from dflash_ddp.world import World
+from dflash_ddp.world import World, peak_gib
 
 
 class Pending(NamedTuple):
@@ -29,6 +29,7 @@ class Pending(NamedTuple):
     measured_at: float
     lr: float
     num_steps: int
+    slots_full: int
 
 
 class StepLog:
@@ -102,13 +103,14 @@ class StepLog:
         """What happened since the last row or call does not count as time of steps."""
         self._lap(time.monotonic())
 
-    def measure(self, step: int, *, lr: float, wait_s: float) -> None:
+    def measure(self, step: int, *, lr: float, wait_s: float, slots_full: int) -> None:
         """Sum over ranks and start the way to the host; writes the row measured before.
 
         Args:
             step: optimizer steps that are complete.
             lr: learning rate of the last of them.
             wait_s: seconds that this rank has waited for features since the run began.
+            slots_full: feature batches that lay ready when it last asked for one.
         """
         assert self._grad_norm is not None
         device = self._world.device
@@ -125,7 +127,9 @@ class StepLog:
             values, event = on_host, torch.cuda.Event()
             event.record()
         self.write()
-        self._pending = Pending(step, values, event, time.monotonic(), lr, self.num_steps)
+        self._pending = Pending(
+            step, values, event, time.monotonic(), lr, self.num_steps, slots_full
+        )
         self._sums, self.num_steps = torch.zeros_like(self._sums), 0
 
     def write(self) -> None:
@@ -157,6 +161,9 @@ class StepLog:
             "speed/step_s": elapsed / pending.num_steps,
             "wait/target": self._target_wait() / pending.num_steps,
             "wait/drafter": waited / len(self._world.topology.drafter_ranks) / pending.num_steps,
+            "channel/slots_full": pending.slots_full,
+            "memory/target_gib": self._target_gib(),
+            "memory/drafter_gib": peak_gib(self._world.device),
         }
         slots = enumerate(metrics.slot_accuracy, start=1)
         row |= self._more(pending.step)
@@ -177,6 +184,11 @@ class StepLog:
         total = float(np.mean(said))
         since, self._target_wait_s = self._target_wait_s, total
         return total - since
+
+    def _target_gib(self) -> float | None:
+        """Most memory that a target rank has said it took; None on CPUs and where roles share it."""
+        said = [self._control.said(f"memory/{r}") for r in self._world.topology.target_ranks]
+        return max((float(text) for text in said if text), default=None)
 
     def _lap(self, now: float) -> float:
         elapsed, self._lap_at = now - self._lap_at, now

@@ -20,6 +20,7 @@ from dflash_ddp.checkpoint import TrainerState, load_tensors, read_state
 from dflash_ddp.compiling import compile_now, require_compiler
 from dflash_ddp.config import Export, PositionWeight, Recompute
 from dflash_ddp.control import Control
+from dflash_ddp.costs import find_gpu
 from dflash_ddp.drafter.badsteps import BadSteps
 from dflash_ddp.drafter.blocks import decay_gamma, make_blocks, sample_anchors
 from dflash_ddp.drafter.heldout import tally_batch
@@ -45,7 +46,10 @@ from dflash_ddp.drafter.step import (
     resolve_recompute,
 )
 from dflash_ddp.drafter.steplog import StepLog
+from dflash_ddp.facts import read_facts
 from dflash_ddp.native import load_weights
+from dflash_ddp.panel import make_setup
+from dflash_ddp.profiling import StepProfiler
 from dflash_ddp.runlog import RunLog, Summary
 from dflash_ddp.schedule import Kind, StreamItem
 from dflash_ddp.startup import Run
@@ -88,7 +92,9 @@ class DrafterWorker:
         self.trained = self._data_parallel()
         self.log: RunLog | None = None
         if self.ordinal == 0:
-            self.log = RunLog(run.folder, config, first_step=run.found.first_step)
+            gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+            setup = make_setup(read_facts(config), gpu)
+            self.log = RunLog(run.folder, config, setup, first_step=run.found.first_step)
             control.before_exit(self._close_log_after_error)
         self.steplog = StepLog(
             world,
@@ -168,6 +174,8 @@ class DrafterWorker:
         run, config, control = self.run, self.run.config, self.control
         assert config.steps is not None
         start, steplog = time.monotonic(), self.steplog
+        name = f"{control.topology.role(control.rank)}_rank{control.rank}"
+        profiler = StepProfiler(config, self.world.device, name, wanted=self.ordinal == 0)
         stopping = Stopping(control, self.world.drafter_group, config.max_hours)
         if run.found.first_step == config.steps:
             logger.info("all %d steps are complete already; nothing is trained", config.steps)
@@ -186,11 +194,16 @@ class DrafterWorker:
             if ends:
                 break
             control.phase(f"train step {step}")
+            profiler.at(step)
             lr = self._step(step)
             if self._logs_at(step + 1):
-                steplog.measure(step + 1, lr=lr, wait_s=self.intake.features.wait_s)
+                features = self.intake.features
+                steplog.measure(
+                    step + 1, lr=lr, wait_s=features.wait_s, slots_full=features.num_full
+                )
             else:
                 steplog.write()
+        profiler.close()
         self.intake.features.close()
         elapsed = time.monotonic() - start
         stopped_by = stopping.reason if step < config.steps else None

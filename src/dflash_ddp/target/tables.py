@@ -216,6 +216,19 @@ def read_tables(
     return tables[0], tables[-1]
 
 
+def missing_files(path: str, revision: str | None) -> tuple[list[str], list[str]]:
+    """The files of a target's weights, and those of them that a local folder lacks.
+
+    Raises:
+        ValueError: no safetensors, or no table in them under its name.
+    """
+    file_of = _tensor_files(path, revision)
+    _find_table(file_of, "embed_tokens.weight", path)
+    names = sorted(set(file_of.values()))
+    local = Path(path)
+    return names, [n for n in names if local.is_dir() and not (local / n).is_file()]
+
+
 def random_tables(
     spec: TargetSpec, dtype: torch.dtype, device: torch.device | str, seed: int
 ) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,120 @@
+"""`dry_run=true`: checks everything that a training run would meet before its first step, and starts nothing.
+
+Each check gives one line; all problems are named, not only the first. No weight is loaded, no process
+started, and nothing is left behind in the folders that are tried.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from dflash_ddp import costs
+from dflash_ddp.checkpoint import complete_checkpoints
+from dflash_ddp.config import Config, ConfigError
+from dflash_ddp.costs import GIB
+from dflash_ddp.data.reading import open_sources, raw_rows
+from dflash_ddp.data.rendering import HARMLESS, RenderSettings
+from dflash_ddp.data.tokenising import tokenised_rows
+from dflash_ddp.facts import read_facts
+from dflash_ddp.preflight import device_type, load_tokenizer, preflight, use_cache_without_hub
+from dflash_ddp.startup import eos_ids
+from dflash_ddp.target.tables import missing_files
+
+SAMPLE_ROWS = 200
+
+
+def dry_run(config: Config) -> Iterator[tuple[bool, str]]:
+    """(is right, what was found) for each check."""
+    use_cache_without_hub()
+    checks: list[Callable[[Config], str]] = [_target, _files, _text("text", config.data.path)]
+    if config.data.heldout is not None:
+        checks.append(_text("heldout", config.data.heldout))
+    checks += [_memory, _write_access]
+    for check in checks:
+        try:
+            yield True, check(config)
+        except (ValueError, OSError) as error:
+            yield False, str(error)
+
+
+def _target(config: Config) -> str:
+    # With resume=none, preflight looks at no checkpoints, and so removes no half-written one.
+    found = preflight(replace(config, resume="none"))
+    saved = complete_checkpoints(Path(config.output_dir) / "checkpoints")
+    going = f"would go on from {saved[-1].name}" if saved and config.resume == "auto" else "new run"
+    return (
+        f"target and tokenizer: capture layers {found.capture_layers}, mask token "
+        f"{found.mask_token_id}; {going}"
+    )
+
+
+def _files(config: Config) -> str:
+    names, missing = missing_files(config.target.path, config.target.revision)
+    if missing:
+        raise ConfigError(f"target.path={config.target.path}: missing {', '.join(missing)}")
+    return f"weights: {len(names)} files are there or on the hub"
+
+
+def _text(name: str, path: str) -> Callable[[Config], str]:
+    def check(config: Config) -> str:
+        data, tokenizer = config.data, load_tokenizer(config)
+        settings = RenderSettings(
+            enable_thinking=data.enable_thinking,
+            eos_ids=frozenset(eos_ids(config, tokenizer)),
+            max_length=data.max_length,
+        )
+        split = data.split if name == "text" else data.heldout_split
+        rows = raw_rows(open_sources(path, split=split, revision=data.revision))
+        sample = islice(rows, SAMPLE_ROWS)
+        read = list(tokenised_rows(sample, tokenizer, settings=settings, num_workers=0))
+        documents = [document for row in read for document in row.documents]
+        bad = [row for row in read if not row.documents]
+        malformed = [row for row in bad if not any(r.reason in HARMLESS for r in row.rejected)]
+        first = f"; first: {bad[0].place}: {bad[0].rejected[0].reason}" if bad else ""
+        counts = (
+            f"{len(read)} rows read, {len(documents)} documents, {len(bad)} rows unusable{first}"
+        )
+        if not documents or len(malformed) > data.max_bad_share * len(read):
+            raise ConfigError(f"data ({name}): {path}: {counts}")
+        tokens = sum(len(document.ids) for document in documents)
+        supervised = sum(int(document.loss_mask.sum()) for document in documents) / tokens
+        return f"data ({name}): {counts}; {supervised:.0%} of {tokens:,} tokens are supervised"
+
+    return check
+
+
+def _memory(config: Config) -> str:
+    facts = read_facts(config)
+    parts = facts.target_memory(), facts.drafter_memory()
+    target, drafter = (sum(part.values()) for part in parts)
+    needed = max(target, drafter)
+    if config.split.colocated:
+        needed = costs.colocated_memory(*parts, config.split.depth)
+    text = f"target rank {target / GIB:.1f} GiB, drafter rank {drafter / GIB:.1f} GiB in bf16"
+    if device_type(config.device) == "cpu":
+        return f"memory: {text}; no GPU to compare with"
+    local, gpus = config.world_size, torch.cuda.device_count()
+    available = torch.cuda.mem_get_info(0)[1]
+    if needed > available * (1 - costs.RESERVE):
+        role = "target" if target == needed else "drafter"
+        excess = needed - available * (1 - costs.RESERVE)
+        advice = "\n".join(facts.memory_advice(role, excess))
+        raise ConfigError(f"memory: {text}, but a GPU has {available / GIB:.0f} GiB:\n{advice}")
+    nodes = f"; {local} ranks need {-(-local // gpus)} such nodes" if local > gpus else ""
+    return f"memory: {text}, a GPU has {available / GIB:.0f} GiB; {gpus} GPUs here{nodes}"
+
+
+def _write_access(config: Config) -> str:
+    folders = [Path(config.output_dir), Path(config.data.cache_dir)]
+    for folder in folders:
+        parent = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        try:
+            with tempfile.NamedTemporaryFile(dir=parent) as file:
+                file.write(b"x")
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot write in {parent}: {error.strerror}") from error
+    return f"write access: {' and '.join(str(folder) for folder in folders)}"

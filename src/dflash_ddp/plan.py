@@ -1,0 +1,270 @@
+"""Which split? Predicts tokens a second and memory of every one, before anything is loaded.
+
+    python -m dflash_ddp.plan [any training settings] gpus=8 gpu=h200|h100|b200|a100|rtx6000pro|auto
+                              [measure=true] [json=true]
+
+Reads the target's config.json and nothing else of it. `measure=true` times a few real steps of both roles on this
+machine's device, with random weights, instead of predicting them. The last line is a recommendation; with `json=true`
+the output is one JSON object.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from dflash_ddp import costs
+from dflash_ddp.bench.drafter import DrafterBench
+from dflash_ddp.bench.measure import milliseconds
+from dflash_ddp.bench.workloads import Workload, random_batch
+from dflash_ddp.config import Config, ConfigError
+from dflash_ddp.costs import GIB, GPUS, Gpu
+from dflash_ddp.facts import Facts, read_facts
+from dflash_ddp.preflight import device_type, torch_dtype
+from dflash_ddp.settings import parse
+from dflash_ddp.target.capture import Target
+from dflash_ddp.target.compiled import compile_layers
+from dflash_ddp.target.model import random_target
+from dflash_ddp.target.tables import read_config
+from dflash_ddp.train import CONF_DIR, USER_ERROR, tell
+
+OPTIONS = {"gpus": "", "gpu": "auto", "json": "false", "measure": "false"}
+MEASURED_STEPS = 3
+
+
+def measure(facts: Facts) -> tuple[float, float]:
+    """Seconds a token of one rank of each role, from a few real steps on this machine's device."""
+    config, shape = facts.config, facts.shape
+    if shape.num_capture_layers != len(shape.layer_types):
+        raise ConfigError("measure=true needs as many target.capture_layers as drafter.num_layers")
+    tokens, longest = config.tokens_per_batch, config.data.max_length
+    work = Workload(
+        tokens=tokens,
+        document=next(n for n in range(longest, 0, -1) if tokens % n == 0),
+        num_anchors=config.drafter.num_anchors,
+        intermediate_size=shape.intermediate_size,
+        num_sliding=config.drafter.sliding_layers,
+        target={"hidden_size": shape.hidden_size, "vocab_size": facts.spec.table_rows},
+        capture_layers=tuple(facts.layers),
+        num_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        num_layers=len(shape.layer_types),
+        block_size=shape.block_size,
+    )
+    device = torch.device(device_type(config.device))
+    target_ms = _measure_target(facts, work, device)
+    return target_ms / 1e3 / tokens, _measure_drafter(config, work, device) / 1e3 / tokens
+
+
+def _measure_target(facts: Facts, work: Workload, device: torch.device) -> float:
+    """Median milliseconds of a packed batch through the target, with random weights."""
+    config = facts.config.target
+    model = random_target(
+        read_config(config.path, config.revision, config.trust_remote_code),
+        capture_layers=facts.layers,
+        dtype=torch_dtype(config.dtype, device.type),
+        device=device,
+        seed=0,
+        attention=config.attention,
+    )
+    if device.type == "cuda" if config.compile is None else config.compile:
+        compile_layers(model)
+    target = Target(model, facts.layers, max_row_tokens=config.row_tokens)
+    batch = random_batch(work, 0, tokens=work.tokens, document=work.document)
+    out_SC = torch.empty(work.tokens, target.feature_width, dtype=model.dtype, device=device)
+    return _median_ms(lambda: target.features(batch, out_SC), device)
+
+
+def _measure_drafter(config: Config, work: Workload, device: torch.device) -> float:
+    """Median milliseconds of forward, backward and update of a packed batch."""
+    bench = DrafterBench(
+        work, device, chunk_rows=config.loss.chunk_rows, recompute=config.loss.recompute
+    )
+
+    def step() -> None:
+        bench.forward_backward()
+        bench.update()
+        bench.forget()
+
+    return _median_ms(step, device)
+
+
+def _median_ms(step: Callable[[], object], device: torch.device) -> float:
+    for _ in range(2):  # compiles
+        step()
+    return statistics.median(milliseconds(step, device) for _ in range(MEASURED_STEPS))
+
+
+def make_plan(
+    facts: Facts, gpus: int, gpu: Gpu | None, measured: tuple[float, float] | None
+) -> dict[str, Any]:
+    """Everything that is printed, as plain values. Without `gpu`, memory is not judged.
+
+    Args:
+        facts: from `read_facts`.
+        gpus: ranks in all.
+        gpu: what they are; needed unless measured.
+        measured: seconds a token of one rank of each role.
+    """
+    config = facts.config
+    if measured is None:
+        assert gpu is not None
+        target_s, drafter_s = facts.target_seconds(gpu), facts.drafter_seconds(gpu)
+    else:
+        target_s, drafter_s = measured
+    fixed = costs.fixed_share(facts.shape, config, facts.spec.table_rows)
+    target_parts, drafter_parts = facts.target_memory(), facts.drafter_memory()
+    both = costs.colocated_memory(target_parts, drafter_parts, config.split.depth)
+    sums = sum(target_parts.values()), sum(drafter_parts.values())
+    rows: list[dict[str, Any]] = []
+    for split in costs.split_rates(gpus, 1 / target_s, 1 / drafter_s):
+        needed = (both,) if split.colocated else sums
+        rows.append(
+            {
+                "split": split.name,
+                "tokens_per_s": round(split.rate),
+                "target_tokens_per_s": round(split.target_rate),
+                "drafter_tokens_per_s": round(split.drafter_rate),
+                "memory_gib": [round(n / GIB, 1) for n in needed],
+                "fits": None if gpu is None else all(costs.fits(n, gpu) for n in needed),
+                "balancing_anchors": costs.balancing_anchors(
+                    split, config.drafter.num_anchors, fixed
+                ),
+            }
+        )
+    products, attention = costs.drafter_flops(facts.shape, config, facts.spec.table_rows)
+    fitting = [row for row in rows if row["fits"] is not False]
+    apart = [row for row in fitting if row["split"] != "colocated"]
+    best = max(apart or fitting, key=lambda row: row["tokens_per_s"], default=None)
+    plan = {
+        "gpu": gpu.name if gpu else None,
+        "gpus": gpus,
+        "measured": measured is not None,
+        "target_gflop_per_token": sum(costs.target_flops(facts.sizes, config.data.max_length))
+        / 1e9,
+        "drafter_gflop_per_token": (products + attention) / config.tokens_per_batch / 1e9,
+        "feature_bytes_per_token": costs.feature_bytes(facts.shape),
+        "drafter_parameters": costs.drafter_parameters(facts.shape),
+        "target_memory_gib": {k: round(n / GIB, 2) for k, n in target_parts.items()},
+        "drafter_memory_gib": {k: round(n / GIB, 2) for k, n in drafter_parts.items()},
+        "num_anchors": config.drafter.num_anchors,
+        "splits": rows,
+        "best": best["split"] if best else None,
+    }
+    return plan | {"recommendation": recommend(plan, best)}
+
+
+def recommend(plan: dict[str, Any], best: dict[str, Any] | None) -> str:
+    """One sentence."""
+    if best is None:
+        return (
+            f"No split fits {plan['gpu']}: lower tokens_per_batch, drafter.num_anchors or "
+            "target.row_tokens, or take GPUs with more memory."
+        )
+    how = "measured" if plan["measured"] else "predicted"
+    together = plan["splits"][-1]
+    named = f"split=colocated split.targets={plan['gpus']} split.drafters={plan['gpus']}"
+    if best is together:
+        return f"Take {named}: {best['tokens_per_s']:,} tokens/s {how}, every rank in both roles."
+    targets, drafters = best["target_tokens_per_s"], best["drafter_tokens_per_s"]
+    slower, other = ("targets", drafters) if targets <= drafters else ("drafters", targets)
+    idle, anchors = 1 - min(targets, drafters) / other, best["balancing_anchors"]
+    balance = f", no role at drafter.num_anchors={anchors:,}" if anchors else ""
+    number, rest = (int(text) for text in best["split"][:-1].split("t"))
+    sentence = (
+        f"Take split.targets={number} split.drafters={rest}: {best['tokens_per_s']:,} tokens/s {how}; "
+        f"the {slower} set the pace, the others wait {idle:.0%} of the time{balance}"
+    )
+    if together["fits"] is not False and together["tokens_per_s"] > best["tokens_per_s"]:
+        sentence += (
+            f"; {named} leaves nobody waiting, {together['tokens_per_s']:,}, if batches_per_step may "
+            f"be a multiple of {plan['gpus']}"
+        )
+    return sentence + "."
+
+
+def table(plan: dict[str, Any]) -> str:
+    """The plan for people, all but its recommendation."""
+    both = [
+        f"{role} rank: {plan[f'{role}_gflop_per_token']:,.1f} GFLOP/token; memory "
+        + ", ".join(f"{name} {gib}" for name, gib in plan[f"{role}_memory_gib"].items())
+        + " GiB"
+        for role in ("target", "drafter")
+    ]
+    where = f"{plan['gpus']} x {plan['gpu'] or 'this device'}"
+    lines = [where, *both, f"a lane carries {plan['feature_bytes_per_token']:,} bytes/token", ""]
+    form = "{:>10} {:>12} {:>12} {:>12} {:>15} {:>5} {:>9}"
+    names = ("split", "targets/s", "drafters/s", "tokens/s", "GiB T | D", "fits", "balance")
+    lines.append(form.format(*names))
+    for row in plan["splits"]:
+        cells = (row["target_tokens_per_s"], row["drafter_tokens_per_s"], row["tokens_per_s"])
+        lines.append(
+            form.format(
+                row["split"],
+                *(f"{n:,}" for n in cells),
+                " | ".join(f"{gib:.1f}" for gib in row["memory_gib"]),
+                {True: "yes", False: "no", None: "?"}[row["fits"]],
+                f"{row['balancing_anchors']:,}" if row["balancing_anchors"] else "-",
+            )
+        )
+    note = "tokens of training text a second; balance: drafter.num_anchors at which no role waits"
+    return "\n".join([*lines, note])
+
+
+def load_config(overrides: list[str]) -> Config:
+    """The settings that training would have with these overrides.
+
+    Raises:
+        ConfigError: one of them cannot work.
+    """
+    try:
+        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            return parse(compose("train", overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(str(error)) from error
+
+
+def choose_gpu(name: str) -> Gpu | None:
+    """The GPU of `gpu=`; auto looks at this machine, and finds None on one without."""
+    if name != "auto":
+        if name not in GPUS:
+            raise ConfigError(f"gpu={name} must be one of {', '.join(GPUS)} or auto")
+        return GPUS[name]
+    return costs.find_gpu(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
+
+
+def main() -> None:
+    """Print the plan of the command line's settings."""
+    pairs = [word.partition("=") for word in sys.argv[1:]]
+    options = OPTIONS | {key: value for key, _, value in pairs if key in OPTIONS}
+    overrides = ["".join(pair) for pair in pairs if pair[0] not in OPTIONS]
+    try:
+        config = load_config(overrides)
+        gpu = choose_gpu(options["gpu"])
+        measures = options["measure"] == "true"
+        if gpu is None and not measures:
+            raise ConfigError(
+                f"gpu=auto finds none that it knows here; name one: {', '.join(GPUS)}"
+            )
+        gpus = int(options["gpus"] or config.world_size)
+        if gpus < 1:
+            raise ConfigError(f"gpus={gpus} must be >= 1")
+        facts = read_facts(config)
+        plan = make_plan(facts, gpus, gpu, measure(facts) if measures else None)
+    except ValueError as error:
+        tell(error)
+        raise SystemExit(USER_ERROR) from None
+    as_json = options["json"] == "true"
+    text = json.dumps(plan) if as_json else f"{table(plan)}\n{plan['recommendation']}"
+    sys.stdout.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

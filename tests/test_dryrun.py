@@ -1,0 +1,81 @@
+"""A dry run finds what a run would meet, names all of it, and leaves nothing behind."""
+
+import json
+
+import pytest
+from runs import run
+from targets import build_target
+
+from dflash_ddp import costs, dryrun
+from dflash_ddp.plan import load_config
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return build_target("qwen3_sharded", tmp_path_factory.mktemp("target"))
+
+
+def overrides(target, folder, *more):
+    turns = [
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "Because it is."},
+    ]
+    (folder / "text.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    return [
+        *("experiment=demo", f"target.path={target}", f"data.path={folder / 'text.jsonl'}"),
+        *(
+            "data.heldout=null",
+            f"output_dir={folder / 'run'}",
+            f"data.cache_dir={folder / 'cache'}",
+        ),
+        *more,
+    ]
+
+
+def found(target, folder, *more):
+    return list(dryrun.dry_run(load_config(overrides(target, folder, *more))))
+
+
+@pytest.mark.dist
+def test_the_command_checks_and_starts_nothing(target, tmp_path):
+    words = overrides(target, tmp_path, "dry_run=true", "split=1t1d")
+    ended = run(2, words)
+    assert ended.output.count("dry run: no problems; nothing was started") == 1
+    assert {file.name for file in tmp_path.iterdir()} == {"text.jsonl"}
+
+
+def test_every_problem_is_named(target, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("{}\n")
+    wrong = [
+        f"data.path={tmp_path / 'empty.jsonl'}",
+        "data.heldout=nowhere.jsonl",
+        "output_dir=/proc/run",
+    ]
+    texts = [text for right, text in found(target, tmp_path, *wrong) if not right]
+    assert len(texts) == 3
+    assert "empty.jsonl:1: no 'messages'" in texts[0]
+    assert "nowhere.jsonl: there is no such file" in texts[1]
+    assert "/proc/run" in texts[2]
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    folder = build_target("qwen3_sharded", tmp_path / "target")
+    shard = sorted(folder.glob("model-*.safetensors"))[-1]
+    shard.unlink()
+    assert (False, f"target.path={folder}: missing {shard.name}") in found(folder, tmp_path)
+
+
+def test_memory_that_is_not_there_comes_with_what_to_lower(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(dryrun, "device_type", lambda _: "cuda")
+    monkeypatch.setattr(dryrun.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(dryrun.torch.cuda, "mem_get_info", lambda _: (0, 4 * 2**20))
+    (text,) = (text for right, text in found(target, tmp_path) if "memory" in text and not right)
+    for key, _ in costs.LEVERS["drafter"]:
+        assert f"{key}=" in text
+
+
+def test_a_run_that_would_go_on_keeps_what_is_half_written(target, tmp_path):
+    half = tmp_path / "run" / "checkpoints" / ".tmp-step_00000006"
+    half.mkdir(parents=True)
+    assert all(right for right, _ in found(target, tmp_path, "resume=auto"))
+    assert half.is_dir()
