@@ -187,7 +187,8 @@ class DrafterWorker:
             ends = wish.stop or step == config.steps
             if wish.stop:
                 control.request_stop(run.schedule.first_item(step))
-            due = ends or wish.save or self._saves_at(step) or step == self._best
+            every = config.checkpoint.every
+            due = ends or wish.save or step == self._best or bool(every and step % every == 0)
             if due and step > run.found.first_step:
                 self._save(step, last=ends)
             if ends:
@@ -222,10 +223,6 @@ class DrafterWorker:
             export=str(run.folder / "export"),
             stopped_by=stopped_by,
         )
-
-    def _saves_at(self, step: int) -> bool:
-        every = self.run.config.checkpoint.every
-        return bool(every and step % every == 0)
 
     def _logs_at(self, step: int) -> bool:
         """Also before an evaluation, so that its token count is exact, and at the end."""
