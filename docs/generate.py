@@ -83,9 +83,9 @@ def configuration() -> str:
 
 METRICS_HEAD = """# Every number that a run logs
 
-{note}From `src/dflash_ddp/glossary.py`. The same keys stand in `metrics.jsonl`, in wandb (a section for each group, the step
-as axis) and in `report.html`. Numbers are means or sums since the row before. `k` is a slot of the block, 1 to B - 1, or a
-number of tokens.
+{note}From `src/dflash_ddp/glossary.py`. The same keys stand in `metrics.jsonl`, in wandb (a section for each group, the
+step as axis) and in `report.html`. Numbers are means or sums since the row before. `k` is a slot of the block, 1 to
+B - 1, or a number of tokens.
 
 """
 
