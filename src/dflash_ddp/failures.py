@@ -31,7 +31,7 @@ def write_failure(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f".{FAILURE_FILE}.{os.getpid()}"
-        part.write_text(json.dumps(failure, indent=2) + "\n", encoding="utf-8")
+        part.write_text(redact(json.dumps(failure, indent=2)) + "\n", encoding="utf-8")
         part.rename(folder / FAILURE_FILE)
     except OSError as error:
         logger.warning("%s cannot be written: %s", folder / FAILURE_FILE, error)

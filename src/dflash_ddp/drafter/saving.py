@@ -29,7 +29,9 @@ from dflash_ddp.checkpoint import (
 from dflash_ddp.config import Export, OnError
 from dflash_ddp.control import Control
 from dflash_ddp.log import exit_on_error
+from dflash_ddp.model_card import heldout_row, model_card
 from dflash_ddp.native import native_config
+from dflash_ddp.runlog import METRICS_FILE
 from dflash_ddp.startup import Run
 from dflash_ddp.upload import Uploader
 
@@ -181,6 +183,10 @@ class Saver:
             work,
             ignore=shutil.ignore_patterns("trainer.*"),
         )
+        run = self._run
+        heldout = heldout_row(run.folder / METRICS_FILE, exported)
+        card = model_card(run.config, run.shape, step=exported, heldout=heldout, form="native")
+        (work / "README.md").write_text(card, encoding="utf-8")
         put_in_place(work, export)
         if self._uploader is not None:
             self._uploader.close(export)
