@@ -187,7 +187,7 @@ def test_what_is_given_goes_before_what_the_run_says(served):
 def test_what_is_missing_or_wrong_is_named(served, tmp_path):
     with pytest.raises(ConfigError, match="give run=<dir>, or drafter=<dir>"):
         run_config(EvaluateConfig(drafter="somewhere"))
-    with pytest.raises(ConfigError, match="temperature=-1.0 must be >= 0"):
+    with pytest.raises(ConfigError, match=r"temperature=-1\.0 must be >= 0"):
         run_config(EvaluateConfig(run=str(served / "run"), temperature=-1.0))
     with pytest.raises(ConfigError, match="did you mean documents"):
         command_line(EvaluateConfig, ["document=3"])
