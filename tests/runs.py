@@ -55,6 +55,11 @@ class Running:
                 command, stdout=file, stderr=subprocess.STDOUT, env=env, stdin=subprocess.DEVNULL
             )
 
+    @property
+    def process_id(self) -> int:
+        """Of the command itself."""
+        return self._process.pid
+
     def text(self) -> str:
         """All output so far."""
         return self._output.read_text(errors="replace")
@@ -107,15 +112,17 @@ def running(
     *,
     first_on_path: Path | None = None,
     max_restarts: int = 0,
+    agent: list[str] | None = None,
 ) -> Iterator[Running]:
     """The command at work: under torchrun, or by itself if `num_processes` is None.
 
     first_on_path: a folder of modules that its processes find before all others.
     max_restarts: how often torchrun starts the ranks anew.
+    agent: settings of torchrun, in place of one node alone.
     """
     torchrun: list[str] = []
     if num_processes is not None:
-        torchrun = ["-m", "torch.distributed.run", "--standalone"]
+        torchrun = ["-m", "torch.distributed.run", *(agent or ["--standalone"])]
         torchrun += ["--nproc_per_node", str(num_processes), f"--max_restarts={max_restarts}"]
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, *torchrun, *MODULE, *overrides]

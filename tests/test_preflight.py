@@ -73,6 +73,7 @@ def test_what_a_target_lacks_is_found_without_loading_it(target, tmp_path):
     tied = changed("tied")
     (tied / "model.safetensors").unlink()
     assert "neither model.safetensors nor" in refusal(settings(tied))
+    preflight(settings(tied, "target.random_weights=true"))  # then none are needed
     shards = build_target("qwen3_sharded", tmp_path / "shards" / "target")
     (lost, *_) = sorted(shards.glob("model-*.safetensors"))[1:]
     lost.unlink()

@@ -259,6 +259,16 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ProfileConfig:
+    """Where time and memory go."""
+
+    steps: list[int] | None = None
+    """[first, end): steps whose traces the first rank of each role writes to `profile/`; null: none."""
+    memory: bool = False
+    """Remember where memory was allocated, for the snapshot that is written when it runs out."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Config:
     """One run."""
 
@@ -297,6 +307,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
     def world_size(self) -> int:

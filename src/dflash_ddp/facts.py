@@ -48,7 +48,8 @@ class Facts:
         )
 
     def memory_advice(self, role: str, num_bytes: float) -> list[str]:
-        """What to lower so that a rank of this role needs so many bytes less."""
+        """What to lower so that a rank needs so many bytes less; a colocated one is a drafter here."""
+        role = "target" if role == "target" else "drafter"
         parts = self.target_memory if role == "target" else self.drafter_memory
         return costs.memory_advice(
             lambda config: sum(parts(config).values()), costs.LEVERS[role], self.config, num_bytes

@@ -13,25 +13,23 @@ logger = logging.getLogger(__name__)
 FAILURE_FILE = "failure.json"
 
 
-def write_failure(
-    folder: Path, *, cause: str, trace: str, phases: dict[str, str], restart: int
-) -> None:
+def write_failure(folder: Path, first: str, *, phases: dict[str, str], restart: int) -> None:
     """Write failure.json, whole or not at all; that it cannot be written is a warning.
 
     Args:
         folder: the run's.
-        cause: the first cause of all ranks.
-        trace: where in the code, if an exception was the cause.
+        first: the first cause of all ranks; below its first line where in the code, if anywhere.
         phases: what each rank did at its last beat.
         restart: how often the launcher had started the ranks anew.
     """
+    cause, _, trace = first.partition("\n")
     at = time.strftime("%Y-%m-%d %H:%M:%S")
     failure = {"at": at, "restart": restart, "cause": redact(cause), "trace": redact(trace)}
     failure["phases"] = phases
     try:
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f".{FAILURE_FILE}.{os.getpid()}"
-        part.write_text(json.dumps(failure, indent=2) + "\n", encoding="utf-8")
+        part.write_text(redact(json.dumps(failure, indent=2)) + "\n", encoding="utf-8")
         part.rename(folder / FAILURE_FILE)
     except OSError as error:
         logger.warning("%s cannot be written: %s", folder / FAILURE_FILE, error)

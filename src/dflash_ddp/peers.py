@@ -4,6 +4,7 @@ In: the beats and process ids on the job's store. Out: a text that says who is l
 job. A rank of this node is lost when its process is gone, which shows at once; any rank is when its beat stands still.
 """
 
+import os
 import time
 from pathlib import Path
 
@@ -47,6 +48,8 @@ class Peers:
         node = launch.rank // launch.local_world_size
         self._neighbours = [r for r in self._beats if r // launch.local_world_size == node]
         self._pids: dict[int, int] = {}
+        # What started this process. Without torchrun it may be a shell, which may end.
+        self._launcher = os.getppid() if launch.run_id not in ("none", "local") else None
 
     def phases(self) -> dict[str, str]:
         """What each of them did at its last beat."""
@@ -61,7 +64,13 @@ class Peers:
         return [self._topology.describe(r) for r, (_, at) in self._beats.items() if at < still]
 
     def gone(self, store: Store) -> str | None:
-        """Who of this node has no process any more and was not done, in words."""
+        """Who of this node has no process any more and was not done, in words; the launcher is one.
+
+        Ranks whose launcher was killed would go on for ever, and nobody could start them anew.
+        """
+        if self._launcher is not None and os.getppid() != self._launcher:
+            who = self._topology.describe(self._rank)
+            return f"the launcher of {who} died: its process {self._launcher} is gone"
         for rank in self._neighbours:
             if rank not in self._pids and store.check([f"pid/{rank}"]):
                 self._pids[rank] = int(store.get(f"pid/{rank}"))

@@ -112,18 +112,14 @@ def preflight(config: Config) -> Preflight:
     Raises:
         ConfigError: what does not fit, with key, value and rule.
     """
-    device = device_type(config.device)
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda, but torch sees no GPU; use device=cpu")
+    check_device(config)
     check_attention(config.target)
     try:
-        if device == "cpu":
-            num_queries = config.drafter.num_anchors * config.drafter.block_size
-            check_dense_size(num_queries, config.tokens_per_batch + num_queries)
         spec = read_spec(
             config.target.path, config.target.revision, config.target.trust_remote_code
         )
-        check_files(config.target.path, spec)
+        if not config.target.random_weights:
+            check_files(config.target.path, spec)
         if config.data.max_length > spec.max_position_embeddings:
             raise ConfigError(
                 f"data.max_length={config.data.max_length} must not exceed the target's "
@@ -165,6 +161,19 @@ def preflight(config: Config) -> Preflight:
     state = read_state(checkpoint)
     logger.info("going on from %s", checkpoint)
     return replace(found, checkpoint=str(checkpoint), first_step=state.step, tokens=state.tokens)
+
+
+def check_device(config: Config) -> None:
+    """ConfigError without the GPU that is asked for, or with attention too large for a CPU."""
+    device = device_type(config.device)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but torch sees no GPU; use device=cpu")
+    if device == "cpu":
+        num_queries = config.drafter.num_anchors * config.drafter.block_size
+        try:
+            check_dense_size(num_queries, config.tokens_per_batch + num_queries)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 def check_attention(target: TargetConfig) -> None:

@@ -90,6 +90,9 @@ def _combination_problems(config: Config) -> list[str]:
             f"drafter.sliding_layers={drafter.sliding_layers} must not exceed "
             f"drafter.num_layers={drafter.num_layers}"
         )
+    steps = config.profile.steps
+    if steps is not None and (len(steps) != 2 or not 0 <= steps[0] < steps[1]):
+        found.append(f"profile.steps={steps} must be [first, end) with 0 <= first < end")
     layers = config.target.capture_layers
     if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 0):
         found.append(f"target.capture_layers={layers} must be ascending, distinct and >= 0")

@@ -184,7 +184,7 @@ def run_rank(config: Config) -> None:
 
         store = JobStore(launch)
         control = Control(store, launch, topology, heartbeat_timeout_s=config.heartbeat_timeout_s)
-        handler.publish = partial(end_job, control)
+        handler.publish = partial(end_job, control, config)
         device = device_type(config.device)
         if device == "cuda":
             set_gpu_variables(launch, share_gpu=config.split.share_gpu)
@@ -210,8 +210,14 @@ def run_rank(config: Config) -> None:
         control.close()
 
 
-def end_job(control: "Control", error: BaseException) -> NoReturn:
+def end_job(control: "Control", config: Config, error: BaseException) -> NoReturn:
     """End all ranks. A problem with settings is printed by the rank that found it, and only there."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        from dflash_ddp.profiling import out_of_memory
+
+        tell(out_of_memory(config, control.topology.role(control.rank), control.rank, error))
     if isinstance(error, ConfigError):
         tell(error)
         control.abort(f"{control.topology.describe(control.rank)} refuses the settings")

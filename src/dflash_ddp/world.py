@@ -248,17 +248,22 @@ def init_world(
     group = dist.new_group(list(topology.drafter_ranks), timeout=DRAFTERS_LIMIT)
     world.drafter_group = group if launch.rank in topology.drafter_ranks else None
     for lane in topology.lanes:
-        options = None
-        if cuda:  # a fresh object for each group: torch changes it
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            if lane_ctas is not None:
-                options.config.max_ctas = lane_ctas
-        backend = "nccl" if cuda else "gloo"
-        group = dist.new_group(list(lane), timeout=LANE_LIMIT, backend=backend, pg_options=options)
+        group = open_lane(lane, cuda=cuda, lane_ctas=lane_ctas)
         if launch.rank in lane:
             world.lanes[lane] = group
     _warm_up(world)
     return world
+
+
+def open_lane(lane: tuple[int, int], *, cuda: bool, lane_ctas: int | None) -> dist.ProcessGroup:
+    """Make the group of a lane; all ranks of the job call it, also those that are not on the lane."""
+    options = None
+    if cuda:  # a fresh object for each group: torch changes it
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if lane_ctas is not None:
+            options.config.max_ctas = lane_ctas
+    backend = "nccl" if cuda else "gloo"
+    return dist.new_group(list(lane), timeout=LANE_LIMIT, backend=backend, pg_options=options)
 
 
 def _warm_up(world: World) -> None:

@@ -76,8 +76,12 @@ def test_the_stream_keeps_the_slower_role_busy():
 
 
 def test_a_lane_moves_bytes():
-    row = bench("lane", "gib=0.01", "repeats=2")
-    assert row["gb_per_s"] > 0
+    row = bench("lane", "gib=0.01,0.02", "ctas=4,default", "repeats=2")
+    assert [(lane["ctas"], lane["gib"]) for lane in row["lanes"]] == [
+        *(("4", 0.01), ("4", 0.02)),
+        *(("default", 0.01), ("default", 0.02)),
+    ]
+    assert all(lane["gb_per_s"] > 0 for lane in row["lanes"])
 
 
 def test_pipeline_trains_a_target_of_random_weights():

@@ -27,13 +27,15 @@ from dflash_ddp.config import Recompute
 OPTIONS = {
     "drafter": {"workload": "tiny", "repeats": "5", "chunk_rows": "4096", "recompute": "auto"},
     "target": {"workload": "tiny", "repeats": "5"},
-    "lane": {"workload": "none", "gib": "1", "ctas": "4", "repeats": "5"},
+    "lane": {"workload": "none", "gib": "1", "ctas": "4,1,2,8,default", "repeats": "5"},
     "stream": {
         "targets": "2",
         "drafters": "1",
         "target_ms": "40",
         "drafter_ms": "20",
         "slow_factor": "1",
+        "jitter": "0",
+        "mib": "1",
         "items": "200",
     },
     "pipeline": {"workload": "tiny", "split": "1t1d", "steps": "12", "parts": "true"},
@@ -85,8 +87,8 @@ def main() -> None:
         row |= bench_target(WORKLOADS[options["workload"]], device, repeats=repeats)
     elif what == "lane":
         row |= bench_lane(
-            float(options["gib"]),
-            ctas=options["ctas"],
+            [float(gib) for gib in options["gib"].split(",")],
+            ctas=options["ctas"].split(","),
             workload=options["workload"],
             repeats=repeats,
         )
@@ -97,6 +99,8 @@ def main() -> None:
             target_ms=float(options["target_ms"]),
             drafter_ms=float(options["drafter_ms"]),
             slow_factor=float(options["slow_factor"]),
+            jitter=float(options["jitter"]),
+            mib=float(options["mib"]),
             items=int(options["items"]),
         )
     else:

@@ -4,44 +4,50 @@ rank 0, the target      captures features of a workload   ==bytes==>   rank 1, t
 """
 
 import math
-import os
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from dflash_ddp.bench.drafter import DrafterBench
 from dflash_ddp.bench.measure import GIB, milliseconds
-from dflash_ddp.bench.ranks import join, meet, options_of_rank, report, run_ranks
+from dflash_ddp.bench.ranks import join, leave, meet, options_of_rank, report, run_ranks
 from dflash_ddp.bench.target import TargetBench
 from dflash_ddp.bench.workloads import WORKLOADS
 from dflash_ddp.config import Recompute
 from dflash_ddp.control import Control
 from dflash_ddp.lanes import Mover
-from dflash_ddp.world import World, close_world
+from dflash_ddp.world import World, open_lane
 
 LANE = (0, 1)
 POLL_S = 20e-6
 
 
-def bench_lane(gib: float, *, ctas: str, workload: str, repeats: int) -> dict[str, Any]:
-    """One row.
+def bench_lane(
+    gib: Sequence[float], *, ctas: Sequence[str], workload: str, repeats: int
+) -> dict[str, Any]:
+    """One row, with an entry in `lanes` for each pair of payload and thread blocks.
 
     Args:
-        gib: payload of a transfer, GiB.
-        ctas: GPU thread blocks of a transfer; "default" leaves them to NCCL.
-        workload: of the compute that a transfer disturbs; "none" measures transfers only.
+        gib: payloads of a transfer, GiB.
+        ctas: GPU thread blocks of a lane; "default" leaves them to NCCL.
+        workload: of the compute that transfers of the first lane disturb; "none": transfers only.
         repeats: transfers, and steps of compute, that count.
     """
-    options = {"gib": gib, "ctas": ctas, "workload": workload, "repeats": repeats}
+    options = {"gib": list(gib), "ctas": list(ctas), "workload": workload, "repeats": repeats}
     target, drafter = run_ranks("dflash_ddp.bench.lane", options, num_ranks=2)
-    row = {key: drafter[key] for key in ("ms", "gb_per_s")}
-    for name, side in (("target", target), ("drafter", drafter)):
-        row |= {f"{name}_{key}": side[key] for key in side if key not in row}
-    return row
+    for there, here in zip(target["lanes"], drafter["lanes"], strict=True):
+        here["target_mib"], here["drafter_mib"] = there.pop("mib"), here.pop("mib")
+    slowdowns = {
+        f"{name}_{key}": side[key]
+        for name, side in (("target", target), ("drafter", drafter))
+        for key in side
+        if key != "lanes"
+    }
+    return {"lanes": drafter["lanes"]} | slowdowns
 
 
 def move(mover: Mover, buffer: torch.Tensor, count: int) -> None:
@@ -94,37 +100,52 @@ def compute_step(name: str, world: World) -> Callable[[], Any]:
     return step
 
 
-def run_rank(options: dict[str, Any]) -> tuple[World, Control, dict[str, Any]]:
-    """Measure as one of the two ranks."""
-    cuda = torch.cuda.is_available()
-    free_before = 0
-    if cuda:  # the CUDA context is not the lane's; what CUDA reads once is set before
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        torch.zeros(1, device="cuda")
-        free_before = torch.cuda.mem_get_info()[0]
-    ctas = None if options["ctas"] == "default" else int(options["ctas"])
-    world, control = join(1, 1, lane_ctas=ctas)
-    buffer = torch.empty(int(options["gib"] * GIB), dtype=torch.uint8, device=world.device)
-    buffer.random_(0, 256)
-    mover = Mover(world)
+def measure_lane(world: World, buffer: torch.Tensor, *, repeats: int) -> dict[str, float]:
+    """Milliseconds of a transfer of the whole buffer, both sides ready, and its rate."""
+    mover, times = Mover(world), []
     move(mover, buffer, 2)
-    times = []
-    for _ in range(options["repeats"]):
+    for _ in range(repeats):
         meet()
         start = time.perf_counter()
         move(mover, buffer, 1)
         times.append((time.perf_counter() - start) * 1e3)
     median = statistics.median(times)
-    row = {"ms": round(median, 2), "gb_per_s": round(len(buffer) / median / 1e6, 1)}
-    if cuda:
-        lost = free_before - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
-        row["lane_mib"] = round(lost / 2**20)
+    return {"ms": round(median, 2), "gb_per_s": round(len(buffer) / median / 1e6, 1)}
+
+
+def taken_mib() -> int:
+    """GPU memory in use outside of torch's allocator, MiB; 0 on a CPU."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return (total - free - torch.cuda.memory_reserved()) // 2**20
+
+
+def run_rank(options: dict[str, Any]) -> tuple[World, Control, dict[str, Any]]:
+    """Measure as one of the two ranks."""
+    world, control = join(1, 1, lane_ctas=_ctas(options["ctas"][0]))
+    cuda, first, lanes = world.device.type == "cuda", world.lanes[LANE], []
+    buffer = torch.empty(int(max(options["gib"]) * GIB), dtype=torch.uint8, device=world.device)
+    buffer.random_(0, 256)
+    for ctas in options["ctas"]:
+        before = taken_mib()
+        world.lanes[LANE] = open_lane(LANE, cuda=cuda, lane_ctas=_ctas(ctas))
+        for gib in options["gib"]:
+            payload = buffer[: int(gib * GIB)]
+            measured = measure_lane(world, payload, repeats=options["repeats"])
+            mib = taken_mib() - before
+            lanes.append({"ctas": ctas, "gib": gib, **measured, "mib": mib})
+    row: dict[str, Any] = {"lanes": lanes}
     if options["workload"] != "none":
+        world.lanes[LANE] = first
         step = compute_step(options["workload"], world)
-        (transfer_ms,) = meet(median)[LANE[1]]
-        row |= slowdown(step, world, buffer, transfer_ms=transfer_ms, repeats=options["repeats"])
+        ((transfer_ms,), _) = meet(lanes[len(options["gib"]) - 1]["ms"])
+        row |= slowdown(step, world, payload, transfer_ms=transfer_ms, repeats=options["repeats"])
     return world, control, row
+
+
+def _ctas(text: str) -> int | None:
+    return None if text == "default" else int(text)
 
 
 def main() -> None:
@@ -132,10 +153,7 @@ def main() -> None:
     options = options_of_rank()
     world, control, row = run_rank(options)
     report(options, world.rank, row)
-    control.done()
-    control.wait_all_done()
-    close_world(world)
-    control.close()
+    leave(world, control)
 
 
 if __name__ == "__main__":

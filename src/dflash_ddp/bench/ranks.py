@@ -14,6 +14,7 @@ from dflash_ddp.control import Control
 from dflash_ddp.world import (
     JobStore,
     World,
+    close_world,
     init_world,
     plan_topology,
     read_launch,
@@ -74,6 +75,14 @@ def join(num_targets: int, num_drafters: int, *, lane_ctas: int | None) -> tuple
         lane_ctas=lane_ctas,
     )
     return world, control
+
+
+def leave(world: World, control: Control) -> None:
+    """End when everybody has."""
+    control.done()
+    control.wait_all_done()
+    close_world(world)
+    control.close()
 
 
 def meet(*values: float) -> list[list[float]]:

@@ -4,18 +4,18 @@ Shows what the channel costs and whether it keeps all ranks busy, apart from the
 min(sum over targets of 1 / target time, drafters / drafter time).
 """
 
+import random
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dflash_ddp.bench.ranks import join, options_of_rank, report, run_ranks
+from dflash_ddp.bench.ranks import join, leave, options_of_rank, report, run_ranks
 from dflash_ddp.channel import FeatureReceiver, FeatureSender, Routing
 from dflash_ddp.control import Control
-from dflash_ddp.world import World, close_world
+from dflash_ddp.world import World
 
-SLOT_BYTES = 2**20
 WARM_UP_ITEMS = 10
 
 
@@ -26,15 +26,30 @@ def bench_stream(
     target_ms: float,
     drafter_ms: float,
     slow_factor: float,
+    jitter: float,
+    mib: float,
     items: int,
 ) -> dict[str, Any]:
-    """One row; target 0 takes `slow_factor` times as long as the others."""
+    """One row.
+
+    Args:
+        targets: target ranks.
+        drafters: drafter ranks.
+        target_ms: time of an item on a target; on target 0 `slow_factor` times as long.
+        drafter_ms: time of an item on a drafter.
+        slow_factor: see `target_ms`.
+        jitter: each time is longer or shorter by up to this share, at random but keyed by the item.
+        mib: bytes of an item, all of which the drafter compares.
+        items: how many; a soak has many.
+    """
     options = {
         "targets": targets,
         "drafters": drafters,
         "target_ms": target_ms,
         "drafter_ms": drafter_ms,
         "slow_factor": slow_factor,
+        "jitter": jitter,
+        "slot_bytes": int(mib * 2**20),
         "items": items,
     }
     rows = run_ranks("dflash_ddp.bench.stream", options, num_ranks=targets + drafters)
@@ -56,17 +71,23 @@ def ideal_items_per_s(
     return min(made, 1e3 / drafter_ms * drafters)
 
 
+def take_time(milliseconds: float, item: int, jitter: float) -> None:
+    """Sleep as long as the item takes."""
+    factor = 1 + jitter * random.Random(item).uniform(-1, 1)
+    time.sleep(milliseconds * factor / 1e3)
+
+
 def send_items(world: World, control: Control, routing: Routing, options: dict[str, Any]) -> dict:
     """A target's program."""
     sender = FeatureSender(
-        world, control, routing, num_slots=2, slot_bytes=SLOT_BYTES, dtype="uint8"
+        world, control, routing, num_slots=2, slot_bytes=options["slot_bytes"], dtype="uint8"
     )
     slow = options["slow_factor"] if world.rank == 0 else 1.0
     count = 0
     while (claim := sender.acquire()) is not None:
-        time.sleep(options["target_ms"] * slow / 1e3)
+        take_time(options["target_ms"] * slow, claim.item, options["jitter"])
         claim.slot.fill_(claim.item % 251)
-        sender.send(claim, num_bytes=SLOT_BYTES, num_tokens=1, digest=claim.item)
+        sender.send(claim, num_bytes=options["slot_bytes"], num_tokens=1, digest=claim.item)
         count += 1
     sender.drain()
     return {"items": count}
@@ -77,15 +98,15 @@ def receive_items(
 ) -> dict:
     """A drafter's program."""
     receiver = FeatureReceiver(
-        world, control, routing, num_slots=3, slot_bytes=SLOT_BYTES, dtype="uint8"
+        world, control, routing, num_slots=3, slot_bytes=options["slot_bytes"], dtype="uint8"
     )
     count, begin = 0, time.perf_counter()
     while (received := receiver.receive()) is not None:
-        assert int(received.slot[0]) == received.item % 251
+        assert bool((received.slot == received.item % 251).all()), "wrong bytes"
         receiver.release(received)
-        time.sleep(options["drafter_ms"] / 1e3)
+        take_time(options["drafter_ms"], -1 - received.item, options["jitter"])
         # Who meets: the drafter ranks, once an item, as DDP does.
-        dist.all_reduce(torch.ones(1), group=world.drafter_group)
+        dist.all_reduce(torch.ones(1, device=world.device), group=world.drafter_group)
         count += 1
         if count == WARM_UP_ITEMS:
             begin = time.perf_counter()
@@ -107,10 +128,7 @@ def main() -> None:
     )
     act = send_items if world.rank in world.topology.target_ranks else receive_items
     report(options, world.rank, act(world, control, routing, options))
-    control.done()
-    control.wait_all_done()
-    close_world(world)
-    control.close()
+    leave(world, control)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,6 @@ def format_report(report: dict[str, Any]) -> str:
     ]
     for title in ("dropped_rows", "dropped_answers"):
         for reason, found in sorted(report[title].items(), key=lambda item: -item[1]["count"]):
-            name, first = title.replace("_", " "), found["examples"][0]
+            name, first = title.replace("_", " "), "; ".join(found["examples"])
             lines.append(f"{name}: {found['count']} x {reason} (first: {first})")
     return "\n".join(lines)

@@ -49,6 +49,7 @@ from dflash_ddp.drafter.steplog import StepLog
 from dflash_ddp.facts import read_facts
 from dflash_ddp.native import load_weights
 from dflash_ddp.panel import make_setup
+from dflash_ddp.profiling import StepProfiler
 from dflash_ddp.runlog import RunLog, Summary
 from dflash_ddp.schedule import Kind, StreamItem
 from dflash_ddp.startup import Run
@@ -173,6 +174,8 @@ class DrafterWorker:
         run, config, control = self.run, self.run.config, self.control
         assert config.steps is not None
         start, steplog = time.monotonic(), self.steplog
+        name = f"{control.topology.role(control.rank)}_rank{control.rank}"
+        profiler = StepProfiler(config, self.world.device, name, wanted=self.ordinal == 0)
         stopping = Stopping(control, self.world.drafter_group, config.max_hours)
         if run.found.first_step == config.steps:
             logger.info("all %d steps are complete already; nothing is trained", config.steps)
@@ -184,12 +187,14 @@ class DrafterWorker:
             ends = wish.stop or step == config.steps
             if wish.stop:
                 control.request_stop(run.schedule.first_item(step))
-            due = ends or wish.save or self._saves_at(step) or step == self._best
+            every = config.checkpoint.every
+            due = ends or wish.save or step == self._best or bool(every and step % every == 0)
             if due and step > run.found.first_step:
                 self._save(step, last=ends)
             if ends:
                 break
             control.phase(f"train step {step}")
+            profiler.at(step)
             lr = self._step(step)
             if self._logs_at(step + 1):
                 features = self.intake.features
@@ -198,6 +203,7 @@ class DrafterWorker:
                 )
             else:
                 steplog.write()
+        profiler.close()
         self.intake.features.close()
         elapsed = time.monotonic() - start
         stopped_by = stopping.reason if step < config.steps else None
@@ -217,10 +223,6 @@ class DrafterWorker:
             export=str(run.folder / "export"),
             stopped_by=stopped_by,
         )
-
-    def _saves_at(self, step: int) -> bool:
-        every = self.run.config.checkpoint.every
-        return bool(every and step % every == 0)
 
     def _logs_at(self, step: int) -> bool:
         """Also before an evaluation, so that its token count is exact, and at the end."""

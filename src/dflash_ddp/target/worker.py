@@ -11,6 +11,7 @@ from dflash_ddp.batch import PackedBatch
 from dflash_ddp.channel import FeatureSender, Routing
 from dflash_ddp.compiling import compile_now, require_compiler, require_main_thread
 from dflash_ddp.control import Control
+from dflash_ddp.profiling import StepProfiler
 from dflash_ddp.startup import Run
 from dflash_ddp.target.capture import Target, check_features, compile_rows
 from dflash_ddp.target.compiled import compile_layers
@@ -88,9 +89,13 @@ def stream_features(run: Run, world: World, control: Control, routing: Routing) 
         slot_bytes=run.slot_bytes,
         dtype=str(run.feature_dtype),
     )
+    wanted = world.rank == world.topology.target_ranks[0]
+    profiler = StepProfiler(run.config, world.device, f"target_rank{world.rank}", wanted=wanted)
     while (claim := sender.acquire()) is not None:
         control.phase(f"forward item {claim.item}")
-        batch = run.load(run.schedule.item(claim.item))
+        item = run.schedule.item(claim.item)
+        profiler.at(item.step)
+        batch = run.load(item)
         source.features(batch, run.slot_features(claim.slot))
         sender.send(
             claim,
@@ -101,4 +106,5 @@ def stream_features(run: Run, world: World, control: Control, routing: Routing) 
         control.publish(f"wait/{world.rank}", f"{sender.wait_slot_s:.3f}")
         control.publish(f"memory/{world.rank}", f"{peak_gib(world.device) or ''}")
         control.phase("wait for a free slot")
+    profiler.close()
     sender.drain()
