@@ -81,17 +81,19 @@ def configuration() -> str:
     return "".join(parts)
 
 
+METRICS_HEAD = """# Every number that a run logs
+
+{note}From `src/dflash_ddp/glossary.py`. The same keys stand in `metrics.jsonl`, in wandb (a section for each group, the step as
+axis) and in `report.html`. Numbers are means or sums since the row before. `k` is a slot of the block, 1 to
+B - 1, or a number of tokens.
+
+"""
+
+
 def metrics() -> str:
     """docs/metrics.md."""
-    return (
-        "# Every number that a run logs\n\n"
-        + _NOTE
-        + "From `src/dflash_ddp/glossary.py`. The same keys stand in `metrics.jsonl`, in wandb (a section of panels "
-        "for each group, the\nstep as axis) and in `report.html`. Numbers are means or sums since the row before. `k` is "
-        "a slot of the block, 1 to B - 1,\nor a number of tokens.\n\n"
-        + glossary.markdown()
-        + (DOCS / "panels.md").read_text(encoding="utf-8").partition("\n")[2]
-    )
+    end = (DOCS / "panels.md").read_text(encoding="utf-8").partition("\n")[2]
+    return METRICS_HEAD.format(note=_NOTE) + glossary.markdown() + end
 
 
 FILES = {"configuration.md": configuration, "metrics.md": metrics}
