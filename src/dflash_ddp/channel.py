@@ -229,7 +229,7 @@ class FeatureReceiver:
                     )
                 if not self._changed.wait(REPORT_EVERY_S):
                     waited, phases = time.monotonic() - start, self._control.phases()
-                    logger.info("waiting %.0f s for item %d (%s)", waited, item, phases)
+                    logger.warning("waiting %.0f s for item %d (%s)", waited, item, phases)
             received = self._ready.pop(sequence)
         self._next_sequence += 1
         self.wait_s += time.monotonic() - start

@@ -152,8 +152,8 @@ class HostCopy:
             for moment in _MOMENTS:
                 buffer = self.tensors[f"{moment}.{name}"]
                 buffer.copy_(state[moment], non_blocking=True) if state else buffer.zero_()
-            if state:
-                self.tensors[_COUNT].copy_(state["step"], non_blocking=True)
+        if state:
+            self.tensors[_COUNT].copy_(state["step"], non_blocking=True)
         end = self._mark()
         return None if begin is None or end is None else (begin, end)
 

@@ -184,24 +184,16 @@ class Control:
     def _die(self, first: str) -> NoReturn:
         """Print the first cause, once, and leave; any thread may come here first."""
         with self._dying:
-            if self._causes or self.topology.speaks(
-                self.rank
-            ):  # eight ranks need not all say the same
+            # Eight ranks need not all say the same.
+            if self._causes or self.topology.speaks(self.rank):
                 logger.critical("the job ends: %s", first.strip())
             for own in self._causes:
                 if not first.startswith(own):
                     logger.critical("at the same time here: %s", own)
-            found_here = any(first.startswith(own) for own in self._causes)
-            if found_here and self.failure_folder is not None:
-                cause, _, trace = first.partition("\n")
+            if self.failure_folder is not None and any(map(first.startswith, self._causes)):
+                logger.critical("the others then: %s", self.phases())
                 phases = {self.topology.describe(self.rank): self._phase} | self._peers.phases()
-                write_failure(
-                    self.failure_folder,
-                    cause=cause,
-                    trace=trace,
-                    phases=phases,
-                    restart=self._restart,
-                )
+                write_failure(self.failure_folder, first, phases=phases, restart=self._restart)
             flush = threading.Thread(target=lambda: [f() for f in self._before_exit], daemon=True)
             flush.start()
             flush.join(3.0)

@@ -13,18 +13,16 @@ logger = logging.getLogger(__name__)
 FAILURE_FILE = "failure.json"
 
 
-def write_failure(
-    folder: Path, *, cause: str, trace: str, phases: dict[str, str], restart: int
-) -> None:
+def write_failure(folder: Path, first: str, *, phases: dict[str, str], restart: int) -> None:
     """Write failure.json, whole or not at all; that it cannot be written is a warning.
 
     Args:
         folder: the run's.
-        cause: the first cause of all ranks.
-        trace: where in the code, if an exception was the cause.
+        first: the first cause of all ranks; below its first line where in the code, if anywhere.
         phases: what each rank did at its last beat.
         restart: how often the launcher had started the ranks anew.
     """
+    cause, _, trace = first.partition("\n")
     at = time.strftime("%Y-%m-%d %H:%M:%S")
     failure = {"at": at, "restart": restart, "cause": redact(cause), "trace": redact(trace)}
     failure["phases"] = phases

@@ -65,6 +65,7 @@ def test_killed(material, case):
         assert found["phases"][f"rank {rank} ({role})"].startswith(words), found
     text = "".join(outcome.output for outcome in outcomes)
     assert f"the job ends: rank {rank} ({role}) died" in text, report(outcomes)
+    assert words == "connect" or text.count("the others then: rank ") == 1
 
 
 @pytest.mark.parametrize("store_there", [False, True])
@@ -121,7 +122,7 @@ def slow_forward() -> None:
     forward = Target.features
 
     def features(self: Target, *args: object) -> None:
-        time.sleep(1.2)
+        time.sleep(2.5)
         forward(self, *args)
 
     Target.features = features
@@ -133,8 +134,10 @@ def report_soon() -> None:
 
 def test_a_slow_target_is_waited_for_and_named(material):
     events = {(0, "load target", 1): slow_forward, (2, "evaluate", 1): report_soon}
-    overrides = material.overrides("slow", *RUN, "steps=3", "heartbeat_timeout_s=4")
+    events[3, "evaluate", 1] = report_soon
+    overrides = material.overrides("slow", *RUN, "steps=4", "heartbeat_timeout_s=4")
     outcomes = train(4, overrides, events)
-    waits = re.findall(r"waiting \d+ s for item \d+ \((.*)\)", outcomes[2].output)
+    text = outcomes[2].output + outcomes[3].output
+    waits = re.findall(r"waiting \d+ s for item \d+ \((.*)\)", text)
     assert any("rank 0 (target): forward item" in wait for wait in waits), report(outcomes)
     assert not (material.output("slow") / "failure.json").exists()

@@ -113,15 +113,16 @@ def test_the_best_drafter_is_kept_and_exported(material):
     """A learning rate so high that the drafter gets worse: the best is not the last."""
     output = material.output("best")
     more = ["steps=12", "eval.every=1", "checkpoint.every=0", "optim.lr=0.3", "optim.warmup_share=1"]
+    more += ["data.heldout_generated=true"]
     overrides = material.overrides("best", "split=1t1d", *more, "checkpoint.keep_last=1")
     outcomes = train(2, overrides)
-    measured = {r["step"]: r["heldout/walk_on_text"] for r in rows(output) if "heldout/documents" in r}
+    measured = {r["step"]: r["heldout/accept_length"] for r in rows(output) if "heldout/documents" in r}
     best = best_step(measured)
     assert best is not None
     assert best < 12, measured
     assert saved_steps(output) == [best, 12]
     text = outcomes[DRAFTER].output
-    assert f"accept_length={measured[best]:.4f}" in text, report(outcomes)
+    assert f"walk_on_text={measured[best]:.4f}" in text, report(outcomes)
     assert f" best_step={best} export=" in text
     exported = load_file(output / "export" / "model.safetensors")
     kept = state(output, best)

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.dist
 
 RUN = "split.targets=2 split.drafters=2 steps=30 eval.every=10 checkpoint.every=3 logging.every=4".split()
 STEPS = 30
+PACE_S = 0.03  # a step at least
 
 
 def killed_rank(rank: int, config: object, victim: int, after_s: float) -> None:
@@ -28,7 +29,7 @@ def killed_rank(rank: int, config: object, victim: int, after_s: float) -> None:
         timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL))
         timer.daemon = True
         timer.start()
-    train_rank(rank, config, {}, 0.03)
+    train_rank(rank, config, {}, PACE_S)
 
 
 def killed_run(config: object, victim: int, after_s: float) -> list[Outcome]:
@@ -37,25 +38,26 @@ def killed_run(config: object, victim: int, after_s: float) -> list[Outcome]:
 
 def soak(material, kills: int) -> dict[str, int]:
     """Kill so many times, in as many runs as that takes; each must equal the undisturbed one."""
-    whole, chance, count = material.output("soak whole"), random.Random(0), 0
-    outcomes = train(4, material.overrides("soak whole", *RUN))
+    whole, chance = material.output("soak whole"), random.Random(0)
+    train(4, material.overrides("soak whole", *RUN))
+    outcomes = train(4, material.overrides("soak timed", *RUN), pace_s=PACE_S)  # no start of Python
     seconds = min(outcome.ended_s for outcome in outcomes)
-    found = {"kills": 0, "runs": 0, "in training": 0, "in a save": 0}
+    found = {"kills": 0, "starts": 0, "runs": 0, "in training": 0, "in a save": 0}
     while found["kills"] < kills:
         folder = material.output(f"soak {found['runs']}")
         config = compose_config(material.overrides(folder.name, *RUN))
         while not (folder / "export").exists() or newest(folder) < STEPS:
             victim = chance.choice([-1, 0, 1, 2, 2, 3])
             # A run that is killed before it has trained gains nothing: let most get that far.
-            after_s = seconds * chance.uniform(0.1, 0.9) if found["kills"] < kills else 1e4
+            after_s = seconds * chance.uniform(0.2, 0.95) if found["kills"] < kills else 1e4
             outcomes = killed_run(config, victim, after_s)
+            found["starts"] += 1
             if any(outcome.exit_code for outcome in outcomes):
                 found["kills"] += 1
                 found["in training"] += (folder / "checkpoints").exists()
                 found["in a save"] += any((folder / "checkpoints").glob(".tmp-*"))
                 assert max(o.ended_at for o in outcomes) - min(o.ended_at for o in outcomes) < 10
-            count += 1
-            assert count < 4 * kills + 8, report(outcomes)
+            assert found["starts"] < 4 * kills + 8, report(outcomes)
         assert rows(folder) == rows(whole)
         assert_equal_state(state(folder, STEPS), state(whole, STEPS))
         exports = [(run / "export" / "model.safetensors").read_bytes() for run in (folder, whole)]

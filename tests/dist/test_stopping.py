@@ -62,6 +62,14 @@ def test_sigusr1_saves_and_goes_on(material, whole):
     assert_equal_state(state(folder, STEPS), state(whole, STEPS))
 
 
+def test_colocated_ranks_stop_alike(material):
+    events = {(1, "train step", 3): signal.SIGTERM}
+    split = "split=colocated split.targets=2 split.drafters=2 steps=40 eval.every=0".split()
+    outcomes = train(2, material.overrides("colocated stop", *split), events, pace_s=0.1)
+    assert "SIGTERM at rank 1 (colocated): stopped after " in outcomes[0].output, report(outcomes)
+    assert max(checkpoints(material.output("colocated stop"))) < 40
+
+
 def test_max_hours_stops_like_a_signal(material):
     overrides = material.overrides("limit", *SPLIT, "steps=100000", "eval.every=0", "max_hours=0.001")
     outcomes = train(4, overrides)

@@ -239,9 +239,10 @@ def all_gone_within_10_s(command: Running, since: float) -> Ended:
 
 
 def test_killed_rank_ends_all_and_is_named(material):
-    with running(3, endless(material, "killed")) as command:
+    """The processes that a rank has started itself go with it, such as wandb's."""
+    with running(3, endless(material, "killed", "logging=offline")) as command:
         command.wait_until(training(material.output("killed")), 90)
-        (pid,) = command.pids(rank=1)
+        pid = min(command.pids(rank=1))  # wandb's process came later
         os.kill(pid, signal.SIGKILL)
         ended = all_gone_within_10_s(command, time.monotonic())
     assert ended.code != 0
@@ -264,7 +265,8 @@ def test_signal_to_the_launcher_saves_and_finishes_wandb(material):
     with running(3, endless(material, "terminated", "logging=offline")) as command:
         command.wait_until(training(output), 90)
         command.signal(signal.SIGTERM)
-        ended = all_gone_within_10_s(command, time.monotonic())
+        ended = command.wait(60)
+        assert not command.pids()
     assert "SIGTERM at rank" in ended.output
     assert "of 20000 steps; the same command goes on" in ended.output
     (checkpoint,) = (output / "checkpoints").iterdir()
