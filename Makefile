@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Without an NVIDIA driver the release of torch that the tests were measured with is taken.
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints-cpu.txt)
 
-.PHONY: help install demo test test-fast soak test-gpu lint type format clean
+.PHONY: help install demo test test-fast soak test-gpu lint type format docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -34,15 +34,18 @@ test-gpu: ## the tests that need a GPU, in the Python that is active
 	python3 -m pytest -m gpu
 
 lint: install ## style
-	$(BIN)/ruff check src tests demo
-	$(BIN)/ruff format --check src tests demo
+	$(BIN)/ruff check src tests demo docs
+	$(BIN)/ruff format --check src tests demo docs
 
 type: install ## types
 	$(BIN)/mypy src
 
 format: install ## rewrite in style
-	$(BIN)/ruff check --fix src tests demo
-	$(BIN)/ruff format src tests demo
+	$(BIN)/ruff check --fix src tests demo docs
+	$(BIN)/ruff format src tests demo docs
+
+docs: install ## write docs/configuration.md and docs/metrics.md anew
+	$(BIN)/python docs/generate.py
 
 clean: ## remove .venv and all runs
 	rm -rf .venv outputs

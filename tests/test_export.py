@@ -351,10 +351,13 @@ def test_the_card_says_for_what_from_what_how_good_and_how_to_serve(native, tmp_
         "VLLM_USE_V2_MODEL_RUNNER=1 vllm serve",
     ):
         assert words in card, words
-    run = run_folder(tmp_path / "run", SHAPE, "data.enable_thinking=false")
+    assert "started from" not in card
+    more = ["data.enable_thinking=false", "drafter.init_from=earlier"]
+    run = run_folder(tmp_path / "run", SHAPE, *more)
     row = {"step": 480, "heldout/walk_on_text": 2.5, "heldout/documents": 9}
     (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     card = (export(ExportConfig(run=str(run), out=str(tmp_path / "out"))) / "README.md").read_text()
     assert "its walk is 2.500" in card
     assert "tokens a target call" not in card
     assert '{"enable_thinking": false}' in card
+    assert "; started from earlier |" in card

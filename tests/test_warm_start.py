@@ -108,5 +108,5 @@ def test_what_is_no_native_folder_is_said(published, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     del config["dflash_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="target_layer_ids"):
+    with pytest.raises(ConfigError, match="target_layer_ids"):
         check_start(folder, SHAPE, SPEC, CAPTURE)

@@ -135,7 +135,7 @@ class AcceptTally:
         calls = self.histogram.sum()
         accepted = self.histogram[::-1].cumsum()[::-1][2:] / max(calls, 1)
         bars = [
-            f"  slot {k:>2}  {share:4.0%}  {'█' * round(CHART_WIDTH * share)}"
+            f"  slot {k:>2}  {share:4.0%}  {'█' * round(CHART_WIDTH * share)}".rstrip()
             for k, share in enumerate(accepted, 1)
         ]
         title = f"drafts accepted, of {int(calls):,} target calls on held-out text"

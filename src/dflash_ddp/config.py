@@ -119,7 +119,7 @@ class DrafterConfig:
     is_causal: bool | None = None
     """Inside a block: true or false for all layers; null: causal on sliding layers only (z-lab)."""
     init_from: str | None = None
-    """Native folder whose weights to start from; shape and semantics must be this drafter's."""
+    """Native folder whose weights a new run starts from; shape and semantics must be this drafter's."""
     mask_token_id: int | None = None
     """Row of the target's table that fills the block; null: chosen by the target's family."""
     dtype: Dtype = Dtype.auto

@@ -89,8 +89,11 @@ def run_config(options: EvaluateConfig) -> tuple[Config, Path]:
     """The settings of the training run, or of none, with what the options say; and the drafter.
 
     Raises:
-        ConfigError: neither a run nor all three of drafter, target and data.
+        ConfigError: neither a run nor all three of drafter, target and data; a value out of bounds.
     """
+    for key, least in (("documents", 1), ("max_new_tokens", 1), ("temperature", 0)):
+        if not getattr(options, key) >= least:
+            raise ConfigError(f"{key}={getattr(options, key)} must be >= {least}")
     if options.run is not None:
         config = parse(OmegaConf.load(Path(options.run) / "config.yaml"))  # type: ignore[arg-type]
     elif options.drafter and options.target and options.data:
@@ -187,7 +190,7 @@ class Total:
     def __init__(self, block_size: int) -> None:
         """Nothing yet."""
         self.tally, self.reference = AcceptTally.empty(block_size), AcceptTally.empty(block_size)
-        self.tokens = self.calls = self.different = self.near_ties = self.other_calls = 0
+        self.tokens = self.calls = self.different = self.near_ties = self.differing_walks = 0
         self.seconds = self.plain_seconds = 0.0
         self.plain_tokens = 0
 
@@ -208,6 +211,7 @@ class Total:
             "accept_length_decode": self.tally.accept_length,
             "lossless": self.different == 0 if greedy and self.calls else None,
             "near_ties": self.near_ties,
+            "walks_that_differ": self.differing_walks,
             "tokens_per_target_call": self.tokens / self.calls if self.calls else None,
             "speedup": speedup,
         }
@@ -272,7 +276,7 @@ def evaluate(options: EvaluateConfig) -> dict[str, Any]:
         (own if generated else text).add(calls)
         if options.decode and generated:
             decoded = decode_document(pair, batch, known, total, sampler)
-            total.other_calls += decoded != calls
+            total.differing_walks += decoded != calls
             if reference is not None:
                 total.reference.add(reference.calls(batch, pair.stop_ids))
         logger.info("document %d: %d target calls %s", document, len(calls), calls)

@@ -20,7 +20,7 @@ class Metric(NamedTuple):
 _TABLE = """
 step | steps | last | optimizer steps that are complete
 tokens | tokens | last | context tokens trained on since step 0, over all ranks
-train/loss | nats | min | position-weighted mean cross-entropy of the supervised slots, over all ranks
+train/loss | nats | min | position-weighted mean cross-entropy of the supervised slots; loss=dpace: over their number
 train/accuracy | share | max | supervised slots whose argmax is right
 train/accept_length | tokens | max | teacher-forced: 1 + leading run of right slots, over wholly supervised blocks
 train/slot_k | share | last | supervised slots k whose argmax is right

@@ -60,7 +60,9 @@ def model_card(
     runner = "VLLM_USE_V2_MODEL_RUNNER=1 " if mixed else ""
     spec = f'{{"method": "dflash", "model": "<this folder>", "num_speculative_tokens": {drafts}}}'
     batches = f"{config.batches_per_step} x {config.tokens_per_batch:,} tokens each"
-    weights = config.loss.position_weight.value
+    weights, origin = config.loss.position_weight.value, ""
+    if config.drafter.init_from is not None:
+        origin = f"; started from {config.drafter.init_from}"
     where = f"split {data.split}, revision {data.revision or 'not pinned'}"
     sglang = f"""
 SGLang, which counts the anchor as well:
@@ -83,7 +85,7 @@ Proposes {drafts} tokens at once; the target verifies them, so that its output d
 |---|---|
 | target | {target.path}, revision {target.revision or "not pinned"} |
 | accept length | {_accept_length(heldout)} |
-| training | {step:,} optimizer steps, {batches}; loss weights: {weights}; seed {config.seed} |
+| training | {step:,} optimizer steps, {batches}; loss weights: {weights}; seed {config.seed}{origin} |
 | data | {data.path}, {where}; documents up to {data.max_length:,} tokens |
 | chat template | the target's own, from its tokenizer |
 | thinking | {_thinking(thinking)}; serve it so: a drafter is worth little in a mode that it was not trained in |

@@ -134,8 +134,6 @@ def preflight(config: Config) -> Preflight:
         shape = drafter_shape(
             config.drafter, spec, num_capture_layers=len(layers), mask_token_id=mask_token_id
         )
-        if config.drafter.init_from is not None:
-            check_start(Path(config.drafter.init_from), shape, spec, layers)
     except ConfigError:
         raise
     except (ValueError, OSError) as error:
@@ -147,6 +145,8 @@ def preflight(config: Config) -> Preflight:
         check_links(folder)
         hold_folder(folder)
     checkpoint = _find_checkpoint(config, folder)
+    if config.drafter.init_from is not None and checkpoint is None:
+        check_start(Path(config.drafter.init_from), shape, spec, layers)
     template = str(tokenizer.chat_template).encode()
     found = Preflight(
         capture_layers=layers,
@@ -208,7 +208,10 @@ def check_start(
             f"drafter.init_from={folder} is no native drafter: it needs {CONFIG_FILE} and "
             f"{WEIGHTS_FILE}. Download a published one into a folder first"
         )
-    found = native_differences(folder, shape, spec, capture_layers)
+    try:
+        found = native_differences(folder, shape, spec, capture_layers)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"drafter.init_from={folder}: {error}") from error
     with torch.device("meta"):
         wanted = {name: list(w.shape) for name, w in Drafter(shape).state_dict().items()}
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:

@@ -57,7 +57,8 @@ def test_no_credential_is_printed_or_written_and_one_row_is_enough(place):
     assert "steps=2 loss=" in ended.output
     assert "1 of the 1 held-out documents used are in the training text" in ended.output
     left = {file.name for file in (place / "outputs/odd,name:1").iterdir()}
-    assert left == {*"checkpoints export wandb".split(), *FILES}
+    assert left >= set(FILES)
+    assert not [name for name in left if name.startswith(".")]  # as Hydra's
     assert [folder.name for folder in (place / "outputs").iterdir()] == ["odd,name:1"]
     report = json.loads((place / "outputs/odd,name:1/data_report.json").read_text())
     assert report["heldout"]["num_in_training_text"] == report["text"]["num_documents"] == 1

@@ -80,7 +80,7 @@ class DrafterWorker:
         device = world.device
         self.model = Drafter(run.shape)
         self.model.reset_parameters(run.config.seed)
-        if run.config.drafter.init_from is not None:
+        if run.config.drafter.init_from is not None and run.found.checkpoint is None:
             load_weights(self.model, Path(run.config.drafter.init_from))
         self.model.to(device)
         self.optimizer = make_optimizer(self.model, run.config.optim)
