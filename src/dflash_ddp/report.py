@@ -272,15 +272,12 @@ def data_section(runs: Sequence[RunRecord]) -> str:
     parts = []
     for run in runs:
         for name, report in run.data.items():
-            shares = {
-                "supervised share": number(report["num_supervised_tokens"] / report["num_tokens"])
-            }
             skipped = ("lengths", "dropped_rows", "dropped_answers")
-            rows = [[k, str(v)] for k, v in report.items() if k not in skipped] + [*shares.items()]
-            rows += [
-                [f"documents of at most {most} tokens", str(count)]
-                for most, count in report.get("lengths", [])
-            ]
+            rows = [[k, str(v)] for k, v in report.items() if k not in skipped]
+            share = report["num_supervised_tokens"] / report["num_tokens"]
+            rows.append(["supervised share", number(share)])
+            for most, count in report.get("lengths", []):
+                rows.append([f"documents of at most {most} tokens", str(count)])
             for title in skipped[1:]:
                 for reason, found in report[title].items():
                     what = f"{title.replace('_', ' ')}: {reason}"
@@ -310,9 +307,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         charts=charts(runs),
         data=data_section(runs),
         settings=table(["setting", *(run.name for run in runs)], cells, words=True),
-        settings_title="Every setting; bold: differs between the runs"
-        if len(runs) > 1
-        else "Every setting",
+        settings_title="Every setting" + ("; bold: differs" if len(runs) > 1 else ""),
         open="open" if len(runs) > 1 else "",
     )
 
