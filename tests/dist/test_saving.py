@@ -122,7 +122,7 @@ def test_the_best_drafter_is_kept_and_exported(material):
     assert best < 12, measured
     assert saved_steps(output) == [best, 12]
     text = outcomes[DRAFTER].output
-    assert f"walk_on_text={measured[best]:.4f}" in text, report(outcomes)
+    assert f"accept_length={measured[best]:.4f}" in text, report(outcomes)
     assert f" best_step={best} export=" in text
     exported = load_file(output / "export" / "model.safetensors")
     kept = state(output, best)
