@@ -98,3 +98,22 @@ def test_each_change_is_named_and_a_changed_template_and_text_too(material, whol
     for line in (*CHANGES.values(), "target chat template: ", "data content: ", "data.path: "):
         assert text.count(line) == 1, (line, text)
     assert json.loads((whole[1] / "checkpoints/step_00000012/trainer.json").read_text())["step"] == 12
+
+
+def test_compiled_or_not_it_goes_on(material):
+    """Compiled to the end, bit for bit; with the compiler switched on half-way, within rounding."""
+    short = [*RUN, "steps=4", "eval.every=0", "eval.at_start=false", *ONE]
+    compiled = [*short, "drafter.compile=true"]
+    train(2, material.overrides("compiled", *compiled))
+    for name, words in (("compiled again", compiled), ("compiled late", compiled)):
+        source = "compiled"
+        if name == "compiled late":
+            source = "not compiled"
+            train(2, material.overrides(source, *short))
+        cut(material.output(source), 2, material.output(name))
+        train(2, material.overrides(name, *words))
+    whole = state(material.output("compiled"), 4)
+    assert_equal_state(state(material.output("compiled again"), 4), whole)
+    plain = state(material.output("not compiled"), 4)
+    for name, tensor in state(material.output("compiled late"), 4).items():
+        assert (tensor - plain[name]).abs().max() <= 1e-3 * plain[name].abs().max() + 1e-9, name
