@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 
 from dflash_ddp.control import POLL_S, REPORT_EVERY_S, Control, Header
-from dflash_ddp.lanes import Mover, Transfer, allocate_slots, passed, record_event
+from dflash_ddp.lanes import IdleClock, Mover, Transfer, allocate_slots, passed, record_event
 from dflash_ddp.log import exit_on_error
 from dflash_ddp.world import World
 
@@ -99,8 +99,7 @@ class FeatureSender:
         With two slots, the forward fills one while the other is sent. The largest batch must fit
         into `slot_bytes`. `dtype` names the dtype of the features, for the header.
         """
-        self.wait_slot_s = 0.0
-        """Seconds that `acquire` has waited for a free slot."""
+        self._idle = IdleClock(world)
         self._world, self._control, self._routing, self._dtype = world, control, routing, dtype
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for slot in allocate_slots(world, num_slots, slot_bytes):
@@ -115,14 +114,19 @@ class FeatureSender:
         A ticket is taken only with a slot in hand: a claimed item can always be computed, so the
         lowest item that is missing never waits for a full rank.
         """
-        start = time.monotonic()
+        self._idle.begin()
         slot = self._free.get()
-        self.wait_slot_s += time.monotonic() - start
+        self._idle.end()
         item = self._routing.first_item + self._control.claim()
         if self._past_end(item):
             self._free.put(slot)
             return None
         return Claim(item, slot)
+
+    @property
+    def wait_slot_s(self) -> float:
+        """Seconds that the rank has stood idle because no slot was free."""
+        return self._idle.seconds()
 
     def _past_end(self, item: int) -> bool:
         return item >= self._routing.end(self._control.stop_item())
@@ -189,8 +193,7 @@ class FeatureReceiver:
         `num_slots` is depth + 1: one in use, `depth` ahead of it. The largest batch must fit into
         `slot_bytes`. `dtype` names the dtype that headers must carry.
         """
-        self.wait_s = 0.0
-        """Seconds that `receive` has waited: the health of the split."""
+        self._idle = IdleClock(world)
         self.num_full = 0
         """Slots that were full when `receive` was last called."""
         self.drafter = world.topology.drafter_ranks.index(world.rank)
@@ -219,6 +222,7 @@ class FeatureReceiver:
         item = self._next_item()
         if item is None:
             return None
+        self._idle.begin()
         with self._changed:
             self.num_full = len(self._ready)
             while sequence not in self._ready:
@@ -232,8 +236,13 @@ class FeatureReceiver:
                     logger.warning("waiting %.0f s for item %d (%s)", waited, item, phases)
             received = self._ready.pop(sequence)
         self._next_sequence += 1
-        self.wait_s += time.monotonic() - start
+        self._idle.end()
         return received
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the rank has stood idle for want of features: the health of the split."""
+        return self._idle.seconds()
 
     def _next_item(self) -> int | None:
         """The item of the next sequence, or None if the stream ends before it."""

@@ -125,7 +125,8 @@ def kept_steps(steps: list[int], *, keep_last: int, keep_every: int, best: int |
 class HostCopy:
     """Masters, moments and AdamW's count in host memory, pinned beside a GPU.
 
-    The buffers are allocated once: 12 bytes a parameter.
+    The buffers are allocated once: 12 bytes a parameter, and up to twice that where they are pinned:
+    torch rounds each pinned buffer up to a power of two.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -95,7 +95,7 @@ def _memory(config: Config) -> str:
     if config.split.colocated:
         needed = costs.colocated_memory(*parts, config.split.depth)
     text = f"target rank {target / GIB:.1f} GiB, drafter rank {drafter / GIB:.1f} GiB in bf16"
-    if device_type(config.device) == "cpu":
+    if device_type(config.device) == "cpu" or not torch.cuda.is_available():
         return f"memory: {text}; no GPU to compare with"
     local, gpus = config.world_size, torch.cuda.device_count()
     available = torch.cuda.mem_get_info(0)[1]

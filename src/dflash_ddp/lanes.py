@@ -9,6 +9,8 @@ thread that posted, never with a time limit (one that expires closes the lane), 
 (`is_completed` never turns true).
 """
 
+import time
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -81,6 +83,43 @@ class Mover:
         peer = lane[0] if self._world.rank == lane[1] else lane[1]
         what = "peer gone" if connection_lost(error) else str(error).partition("\n")[0]
         return LaneError(f"lane to {self._world.topology.describe(peer)} broke: {what}")
+
+
+class IdleClock:
+    """Seconds that the rank's device stood idle between `begin` and `end`, summed; on a CPU, seconds.
+
+    On a GPU the host runs ahead: it may wait for a slot while the GPU has work for seconds. So two
+    marks are put into the stream; the second follows the first at once if work was still queued.
+    """
+
+    def __init__(self, world: World) -> None:
+        """Nothing has been waited for."""
+        self._cuda, self._seconds = world.device.type == "cuda", 0.0
+        self._start: torch.cuda.Event | float = 0.0
+        self._flying: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def begin(self) -> None:
+        """The wait begins."""
+        self._start = self._mark() if self._cuda else time.monotonic()
+
+    def end(self) -> None:
+        """The wait is over."""
+        if isinstance(self._start, float):
+            self._seconds += time.monotonic() - self._start
+        else:
+            self._flying.append((self._start, self._mark()))
+
+    def seconds(self) -> float:
+        """What is known so far; the GPU is not waited for."""
+        while self._flying and self._flying[0][1].query():
+            begin, end = self._flying.popleft()
+            self._seconds += begin.elapsed_time(end) / 1e3
+        return self._seconds
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def allocate_slots(world: World, num_slots: int, slot_bytes: int) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ machine's device, with random weights, instead of predicting them. The last line
 the output is one JSON object.
 """
 
+import gc
 import json
 import statistics
 import sys
@@ -21,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dflash_ddp import costs
 from dflash_ddp.bench.drafter import DrafterBench
-from dflash_ddp.bench.measure import milliseconds
+from dflash_ddp.bench.measure import milliseconds, reset_peak
 from dflash_ddp.bench.workloads import Workload, random_batch
 from dflash_ddp.config import Config, ConfigError
 from dflash_ddp.costs import GIB, GPUS, Gpu
@@ -60,6 +61,8 @@ def measure(facts: Facts) -> tuple[float, float]:
     )
     device = torch.device(device_type(config.device))
     target_ms = _measure_target(facts, work, device)
+    gc.collect()  # the target and its hooks hold each other, and the drafter needs the memory
+    reset_peak(device)
     return target_ms / 1e3 / tokens, _measure_drafter(config, work, device) / 1e3 / tokens
 
 

@@ -23,7 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from dflash_ddp.config import Config, ConfigError
+from dflash_ddp.config import Config, ConfigError, Device
 from dflash_ddp.redaction import redact
 from dflash_ddp.settings import override_problems, parse
 from dflash_ddp.sweeps import note_job, run_job
@@ -185,9 +185,9 @@ def run_rank(config: Config) -> None:
         store = JobStore(launch)
         control = Control(store, launch, topology, heartbeat_timeout_s=config.heartbeat_timeout_s)
         handler.publish = partial(end_job, control, config)
-        device = device_type(config.device)
-        if device == "cuda":
+        if config.device is not Device.cpu:  # before the question below, which wakes the driver
             set_gpu_variables(launch, share_gpu=config.split.share_gpu)
+        device = device_type(config.device)
         run = prepare_run(config, launch, control)
         control.failure_folder = run.folder
         listen(control)

@@ -13,8 +13,11 @@ from dflash_ddp.startup import Run
 class Features(Protocol):
     """Where a drafter's feature batches come from: the channel, or the rank itself."""
 
-    wait_s: float
     num_full: int
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the rank has stood idle for want of features."""
 
     def receive(self) -> Received | None:
         """The next feature batch of this drafter; None after its last."""

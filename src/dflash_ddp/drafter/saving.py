@@ -55,6 +55,7 @@ class Saver:
     ) -> None:
         """Allocate the host copy."""
         self._run, self._control = run, control
+        self._device = next(model.parameters()).device
         self._copy = HostCopy(model, optimizer)
         self._checkpoints = run.folder / "checkpoints"
         self._thread: threading.Thread | None = None
@@ -101,6 +102,7 @@ class Saver:
         with exit_on_error(self._control.fail):
             if events is not None:
                 begin, end = events
+                torch.cuda.set_device(self._device)  # new threads start on device 0
                 end.synchronize()
                 self._stall_s += begin.elapsed_time(end) / 1000
             start = time.monotonic()

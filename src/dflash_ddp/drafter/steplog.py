@@ -116,7 +116,9 @@ class StepLog:
         device = self._world.device
         waited = torch.tensor([wait_s - self._wait_s], dtype=torch.float64)
         self._wait_s = wait_s
-        values = torch.cat([self._sums, waited.to(device)])
+        if device.type == "cuda":
+            waited = waited.pin_memory()  # or the copy would wait for all that is queued
+        values = torch.cat([self._sums, waited.to(device, non_blocking=True)])
         # Who meets: all drafter ranks, at the same steps; one that fails ends the job.
         dist.all_reduce(values, group=self._world.drafter_group)
         values = torch.cat([values, self._grad_norm.double().reshape(1)])

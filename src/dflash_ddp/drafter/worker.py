@@ -120,6 +120,7 @@ class DrafterWorker:
     def _more(self, step: int) -> dict[str, float]:
         """Values of a row that others than the step log know."""
         saved = {} if self.saver is None else self.saver.metrics()
+        self.bad_steps.look(wait=False)  # the row has arrived, so the flags of its steps have
         return {"optim/bad_steps": self.bad_steps.count(step)} | saved
 
     def _close_log_after_error(self) -> None:

@@ -117,7 +117,8 @@ def random_target(
     """
     text = config.get_text_config(decoder=True)
     num_layers = _cut(text, capture_layers)
-    with torch.random.fork_rng(), torch.device(device):
+    cuda = torch.device(device).type == "cuda"
+    with torch.random.fork_rng([torch.device(device)] if cuda else []), torch.device(device):
         torch.manual_seed(seed)
         model = AutoModel.from_config(text, dtype=dtype, attn_implementation=attention)
     decoder_layers(model)
