@@ -45,25 +45,25 @@ def test_an_agent_is_killed_all_end_and_going_on_gives_what_one_node_gives(mater
     metrics = material.output("two nodes") / "metrics.jsonl"
     with two_nodes(words) as agents:
         agents[0].wait_until(
-            lambda: metrics.is_file() and metrics.read_text().count("train/loss") >= 6, 120
+            lambda: metrics.is_file() and metrics.read_text().count("train/loss") >= 6, 240
         )
         os.kill(agents[1].process_id, signal.SIGKILL)
         killed_at = time.monotonic()
         while any(agent.pids() for agent in agents):
-            assert time.monotonic() - killed_at < 20, [agent.text() for agent in agents]
+            assert time.monotonic() - killed_at < 40, [agent.text() for agent in agents]
             time.sleep(0.1)
         text = "".join(agent.text() for agent in agents)
     assert "the launcher of rank" in text
     assert len(metrics.read_text().splitlines()) < STEPS
     with two_nodes(words) as agents:
-        agents[0].wait_until(lambda: all(len(agent.pids()) == 3 for agent in agents), 60)
+        agents[0].wait_until(lambda: all(len(agent.pids()) == 3 for agent in agents), 120)
         here = [[r for r in range(4) if agent.pids(rank=r)] for agent in agents]
-        ends = [agent.wait(120) for agent in agents]
+        ends = [agent.wait(240) for agent in agents]
     assert sorted(here) == [[0, 1], [2, 3]]
     assert [end.code for end in ends] == [0, 0], ends
     text = "".join(end.output for end in ends)
     assert "going on from" in text
     assert "[rank 1 drafter]" in text, "each node ends with a drafter rank"
-    run(4, overrides(material, "one node"), limit_s=120)
+    run(4, overrides(material, "one node"), limit_s=240)
     assert rows(material.output("two nodes")) == rows(material.output("one node"))
     assert_equal_state(*(state(material.output(f"{n}"), STEPS) for n in ("two nodes", "one node")))
