@@ -1,4 +1,4 @@
-"""Settings for all tests: quiet, offline, two threads, and nobody looks up names on a network."""
+"""Settings for all tests: quiet, offline, one thread, and nobody looks up names on a network."""
 
 import os
 
@@ -6,7 +6,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # equal sums in all processes
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 

@@ -75,7 +75,7 @@ def test_log_lines_and_their_tracebacks_are_without_credentials(monkeypatch, cap
 
 def test_the_cause_that_a_failed_run_leaves_is_without_credentials(tmp_path):
     text = "cannot open s3://me:hunter2@bucket"
-    write_failure(tmp_path, cause=text, trace=f"OSError: {text}", phases={"0": "data"}, restart=0)
+    write_failure(tmp_path, f"{text}\nOSError: {text}", phases={"0": "data"}, restart=0)
     (file,) = tmp_path.iterdir()
     failure = json.loads(file.read_text())
     assert failure["cause"] == "cannot open s3://***@bucket"

@@ -12,7 +12,7 @@ from runs import Running, assert_equal_state, rows, run, running, state
 
 pytestmark = pytest.mark.dist
 
-STEPS = 40
+STEPS = 300
 
 
 def overrides(material, name: str) -> list[str]:
