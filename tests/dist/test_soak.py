@@ -57,7 +57,9 @@ def soak(material, kills: int) -> dict[str, int]:
                 found["in training"] += (folder / "checkpoints").exists()
                 found["in a save"] += any((folder / "checkpoints").glob(".tmp-*"))
                 assert max(o.ended_at for o in outcomes) - min(o.ended_at for o in outcomes) < 10
-            assert found["starts"] < 4 * kills + 8, report(outcomes)
+            else:  # the kill came too late: the machine is faster than when it was timed
+                seconds = min(seconds, *(outcome.ended_s for outcome in outcomes))
+            assert found["starts"] < 8 * kills + 20, report(outcomes)
         assert rows(folder) == rows(whole)
         assert_equal_state(state(folder, STEPS), state(whole, STEPS))
         exports = [(run / "export" / "model.safetensors").read_bytes() for run in (folder, whole)]
