@@ -67,6 +67,7 @@ def test_a_missing_shard_is_named(tmp_path):
 
 def test_memory_that_is_not_there_comes_with_what_to_lower(target, tmp_path, monkeypatch):
     monkeypatch.setattr(dryrun, "device_type", lambda _: "cuda")
+    monkeypatch.setattr(dryrun.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dryrun.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(dryrun.torch.cuda, "mem_get_info", lambda _: (0, 4 * 2**20))
     (text,) = (text for right, text in found(target, tmp_path) if "memory" in text and not right)
