@@ -112,7 +112,7 @@ def test_rotation_spares_what_is_being_uploaded(tmp_path):
     assert steps_in(tmp_path) == [1, 10]
 
 
-@pytest.mark.parametrize("dies_in", ["save_native", "save_file", "_flush", "discard"])
+@pytest.mark.parametrize("dies_in", ["save_native", "save_file", "flush", "discard"])
 def test_a_save_that_dies_leaves_no_half_checkpoint(tmp_path, monkeypatch, dies_in):
     model, optimizer = trained(1)
     save(tmp_path, model, optimizer, 1)

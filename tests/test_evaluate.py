@@ -18,7 +18,7 @@ from dflash_ddp.decode import TargetReader
 from dflash_ddp.evaluate import EvaluateConfig, Pair, evaluate, is_tie, run_config
 from dflash_ddp.preflight import load_tokenizer
 from dflash_ddp.settings import command_line, resolved
-from dflash_ddp.startup import prepare_text
+from dflash_ddp.texts import prepare_text
 
 DEMO = Path(__file__).resolve().parents[1] / "demo"
 UNUSED_ROW = 4120

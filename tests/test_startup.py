@@ -3,7 +3,7 @@
 import pytest
 
 from dflash_ddp.config import ConfigError
-from dflash_ddp.startup import check_same_documents
+from dflash_ddp.texts import check_same_documents
 
 
 def test_nodes_must_have_the_same_documents():

@@ -348,7 +348,7 @@ def test_a_full_disk_leaves_nothing_and_the_next_run_works(tmp_path, monkeypatch
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "_sync", refuse)
+        patch.setattr(store_module, "flush", refuse)
         with pytest.raises(OSError, match="No space"):
             make(path)
     assert directories(tmp_path / "cache") == []

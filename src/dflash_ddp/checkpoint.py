@@ -11,7 +11,6 @@ by the next run.
 
 import json
 import logging
-import os
 import re
 import shutil
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dflash_ddp.config import ConfigError
+from dflash_ddp.disk import flush
 from dflash_ddp.native import WEIGHTS_FILE, save_native
 
 logger = logging.getLogger(__name__)
@@ -107,12 +107,12 @@ def discard(folder: Path) -> None:
 def put_in_place(work: Path, place: Path) -> None:
     """Flush a finished folder to disk and give it its name; what had the name is deleted."""
     for file in work.iterdir():
-        _flush(file)
-    _flush(work)
+        flush(file)
+    flush(work)
     if place.exists():
         discard(place)
     work.rename(place)
-    _flush(place.parent)
+    flush(place.parent)
 
 
 def kept_steps(steps: list[int], *, keep_last: int, keep_every: int, best: int | None) -> set[int]:
@@ -213,14 +213,6 @@ def rotate(checkpoints: Path, keep: set[int], *, but: Path | None = None) -> Non
     for folder in complete_checkpoints(checkpoints):
         if step_of(folder) not in keep and folder != but:
             discard(folder)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_state(folder: Path) -> TrainerState:

@@ -17,12 +17,12 @@ from dflash_ddp.checkpoint import complete_checkpoints
 from dflash_ddp.config import Config, ConfigError
 from dflash_ddp.costs import GIB
 from dflash_ddp.data.reading import open_sources, raw_rows
-from dflash_ddp.data.rendering import HARMLESS, RenderSettings
+from dflash_ddp.data.rendering import HARMLESS
 from dflash_ddp.data.tokenising import tokenised_rows
 from dflash_ddp.facts import read_facts
 from dflash_ddp.preflight import device_type, load_tokenizer, preflight, use_cache_without_hub
-from dflash_ddp.startup import eos_ids
 from dflash_ddp.target.tables import missing_files
+from dflash_ddp.texts import render_settings
 
 SAMPLE_ROWS = 200
 
@@ -62,11 +62,7 @@ def _files(config: Config) -> str:
 def _text(name: str, path: str) -> Callable[[Config], str]:
     def check(config: Config) -> str:
         data, tokenizer = config.data, load_tokenizer(config)
-        settings = RenderSettings(
-            enable_thinking=data.enable_thinking,
-            eos_ids=frozenset(eos_ids(config, tokenizer)),
-            max_length=data.max_length,
-        )
+        settings = render_settings(config, tokenizer)
         split = data.split if name == "text" else data.heldout_split
         rows = raw_rows(open_sources(path, split=split, revision=data.revision))
         sample = islice(rows, SAMPLE_ROWS)

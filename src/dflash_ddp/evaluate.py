@@ -35,7 +35,7 @@ from dflash_ddp.native import load_capture_layers, load_native, newest_drafter
 from dflash_ddp.preflight import device_type, load_tokenizer, torch_dtype, use_cache_without_hub
 from dflash_ddp.reference import Reference
 from dflash_ddp.settings import command_line, parse
-from dflash_ddp.startup import eos_ids, prepare_text
+from dflash_ddp.texts import eos_ids, prepare_text
 
 logger = logging.getLogger("dflash_ddp.evaluate")  # also where this file is the program
 

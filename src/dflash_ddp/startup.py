@@ -6,7 +6,6 @@ node prepares the data while the others wait. Then every rank builds the same `R
 
 import json
 import logging
-import os
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,16 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 from dflash_ddp.batch import PackedBatch
 from dflash_ddp.checkpoint import differences, read_state
 from dflash_ddp.config import Config, ConfigError
 from dflash_ddp.control import Control
 from dflash_ddp.data.packing import Packing, packed_batch
-from dflash_ddp.data.rendering import RenderSettings
-from dflash_ddp.data.report import format_report
-from dflash_ddp.data.store import DocumentStore, documents_in_both, prepare
+from dflash_ddp.data.store import DocumentStore
 from dflash_ddp.drafter.blocks import decay_gamma
 from dflash_ddp.drafter.model import DrafterShape
 from dflash_ddp.folder import claim_folder, claimed_by
@@ -31,18 +27,16 @@ from dflash_ddp.native import drafter_shape
 from dflash_ddp.preflight import (
     Preflight,
     device_type,
-    load_tokenizer,
     preflight,
     torch_dtype,
     use_cache_without_hub,
 )
 from dflash_ddp.schedule import Kind, Schedule, StreamItem, evaluation_steps
 from dflash_ddp.target.tables import TargetSpec, read_spec
+from dflash_ddp.texts import check_same_documents, data_report, prepare_texts
 from dflash_ddp.world import Launch
 
 logger = logging.getLogger(__name__)
-
-MAX_WORKERS = 16
 
 
 @dataclass(frozen=True)
@@ -210,7 +204,7 @@ def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
     control.phase("data")
     key = f"data/{launch.rank // launch.local_world_size}"
     if launch.local_rank == 0:
-        control.publish(key, json.dumps(_prepare_data(config, speaks=launch.rank == 0)))
+        control.publish(key, json.dumps(prepare_texts(config, speaks=launch.rank == 0)))
     paths = json.loads(control.wait_for(key, "the first rank of this node to prepare the data"))
     first = json.loads(control.wait_for("data/0", "rank 0 to prepare the data"))
     check_same_documents(paths, first)
@@ -222,22 +216,9 @@ def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
     _resolve_steps(run)
     if launch.rank == 0:
         _check_run(run)
-        claim_folder(config, _data_report(run), launch.run_id)
+        report = data_report(text, heldout, max_documents=config.eval.max_documents)
+        claim_folder(config, report, launch.run_id)
     return run
-
-
-def check_same_documents(here: dict[str, str | None], rank_0: dict[str, str | None]) -> None:
-    """Every node must have tokenised the same text; a store's folder is named by its content.
-
-    Raises:
-        ConfigError: it has not.
-    """
-    for name, path in here.items():
-        if path is not None and Path(path).name != Path(rank_0[name] or "").name:
-            raise ConfigError(
-                f"data ({name}): the documents of this node, {path}, are not those of rank 0, "
-                f"{rank_0[name]}: files or tokenizers differ between the nodes"
-            )
 
 
 def _resolve_steps(run: Run) -> None:
@@ -279,87 +260,3 @@ def _check_run(run: Run) -> None:
         run.config.batches_per_step,
         steps * run.config.batches_per_step / batches,
     )
-
-
-def _data_report(run: Run) -> dict[str, Any]:
-    """The reports of both texts, and what they share: said, since it flatters the accept length."""
-    report = {"text": run.text.report}
-    if run.heldout is None:
-        return report
-    used = min(run.config.eval.max_documents, run.heldout.num_documents)
-    shared = documents_in_both(run.text, run.heldout, used)
-    if shared:
-        heldout, document = next(iter(shared.items()))
-        logger.warning(
-            "%d of the %d held-out documents used are in the training text too (first: %s is %s): "
-            "accept length is measured on what was trained on",
-            len(shared),
-            used,
-            run.heldout.origin(heldout),
-            run.text.origin(document),
-        )
-    return report | {"heldout": run.heldout.report | {"num_in_training_text": len(shared)}}
-
-
-def _prepare_data(config: Config, *, speaks: bool) -> dict[str, str | None]:
-    """Tokenise training and held-out text; where they lie."""
-    tokenizer = load_tokenizer(config)
-    data = config.data
-    found: dict[str, str | None] = {"text": None, "heldout": None}
-    for name, path, split in (
-        ("text", data.path, data.split),
-        ("heldout", data.heldout, data.heldout_split),
-    ):
-        if path is None:
-            continue
-        store = prepare_text(config, tokenizer, name=name, path=path, split=split)
-        found[name] = str(store.path)
-        if speaks:
-            logger.info("%s", format_report(store.report))
-    return found
-
-
-def prepare_text(
-    config: Config, tokenizer: Any, *, name: str, path: str, split: str
-) -> DocumentStore:
-    """Tokenise one text under the target's chat template, or find it in the cache.
-
-    Raises:
-        ConfigError: it cannot be read or used; `name` says which text.
-    """
-    data = config.data
-    settings = RenderSettings(
-        enable_thinking=data.enable_thinking,
-        eos_ids=frozenset(eos_ids(config, tokenizer)),
-        max_length=data.max_length,
-    )
-    workers = data.num_workers
-    if workers is None:
-        workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
-    try:
-        return prepare(
-            path,
-            tokenizer,
-            settings=settings,
-            cache_dir=data.cache_dir,
-            split=split,
-            revision=data.revision,
-            num_workers=workers,
-            max_bad_share=data.max_bad_share,
-        )
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"data ({name}): {error}") from error
-
-
-def eos_ids(config: Config, tokenizer: Any) -> set[int]:
-    """Every token that ends generation: the tokenizer's, and those of generation_config.json."""
-    ids = {tokenizer.eos_token_id}
-    try:
-        generation = GenerationConfig.from_pretrained(
-            config.target.path, revision=config.target.revision or "main"
-        )
-    except OSError:  # many targets have no such file; the tokenizer's token remains
-        return ids - {None}
-    named = generation.eos_token_id
-    ids |= set(named) if isinstance(named, list) else {named}
-    return ids - {None}

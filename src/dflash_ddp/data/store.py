@@ -35,6 +35,7 @@ from dflash_ddp.data.reading import Source, content_hash, open_sources, raw_rows
 from dflash_ddp.data.rendering import Renderer, RenderSettings
 from dflash_ddp.data.report import count_row, format_report, length_bins, new_report
 from dflash_ddp.data.tokenising import TokenisedRow, tokenised_rows
+from dflash_ddp.disk import flush
 
 FORMAT = 3
 """Part of the hash: raise it when the code gives other ids, masks or files for the same input."""
@@ -226,14 +227,14 @@ def _write(
             raise ValueError(f"no usable row among those of {names}\n{counts}")
         (partial / "report.json").write_text(json.dumps(report, indent=1))
         for file in [*partial.iterdir(), partial]:
-            _sync(file)
+            flush(file)
         try:
             partial.rename(directory)
         except OSError:
             if not directory.exists():
                 raise
             logger.info("another process was first to write %s", directory)
-        _sync(directory.parent)
+        flush(directory.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -259,12 +260,3 @@ def _write_rows(
     starts = np.array(offsets, dtype="<i8")
     starts.tofile(partial / "offsets.bin")
     report["lengths"] = length_bins(np.diff(starts), report["max_length"])
-
-
-def _sync(path: Path) -> None:
-    """Force a file or a directory's entries to disk: a rename must not outrun its content."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

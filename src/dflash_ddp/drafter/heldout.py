@@ -6,12 +6,11 @@ from torch import Tensor
 
 from dflash_ddp.accept import AcceptTally, answer_spans, walk
 from dflash_ddp.batch import PackedBatch
-from dflash_ddp.config import Recompute
 from dflash_ddp.drafter.blocks import make_blocks
 from dflash_ddp.drafter.inputs import host_inputs, to_device
 from dflash_ddp.drafter.metrics import right_slots
 from dflash_ddp.drafter.model import Drafter
-from dflash_ddp.drafter.step import LossSettings, Tables, forward
+from dflash_ddp.drafter.step import LossSettings, Tables, forward, without_gradient
 
 
 @torch.no_grad()
@@ -39,7 +38,7 @@ def right_drafts(
         flex: by flex attention, compiled; else by the dense path.
     """
     parts = []
-    plain = loss._replace(recompute=Recompute.none)  # without gradient, nothing to recompute
+    plain = without_gradient(loss)
     for begin in range(0, len(anchors), num_anchors):
         chosen = anchors[begin : begin + num_anchors]
         blocks = make_blocks(

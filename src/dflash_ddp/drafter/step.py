@@ -108,3 +108,8 @@ def forward_backward(
     scale = torch.where(result.loss_sum.isfinite(), scale, torch.nan)
     (result.loss_sum * scale).backward()
     return result
+
+
+def without_gradient(loss: LossSettings) -> LossSettings:
+    """The same loss where none is asked for: nothing to take in forward or to recompute."""
+    return loss._replace(recompute=Recompute.none)

@@ -18,7 +18,7 @@ from dflash_ddp.accept import AcceptTally
 from dflash_ddp.batch import PackedBatch
 from dflash_ddp.checkpoint import TrainerState, load_tensors, read_state
 from dflash_ddp.compiling import compile_now, require_compiler
-from dflash_ddp.config import Export, PositionWeight, Recompute
+from dflash_ddp.config import Export, PositionWeight
 from dflash_ddp.control import Control
 from dflash_ddp.costs import find_gpu
 from dflash_ddp.drafter.badsteps import BadSteps
@@ -44,6 +44,7 @@ from dflash_ddp.drafter.step import (
     forward,
     forward_backward,
     resolve_recompute,
+    without_gradient,
 )
 from dflash_ddp.drafter.steplog import StepLog
 from dflash_ddp.facts import read_facts
@@ -155,8 +156,8 @@ class DrafterWorker:
         self.model.zero_grad(set_to_none=True)
         if run.heldout is not None:
             with torch.no_grad():
-                evaluated = self.loss._replace(recompute=Recompute.none)
-                forward(self.model, self.tables, features_SC, inputs, loss=evaluated)
+                loss = without_gradient(self.loss)
+                forward(self.model, self.tables, features_SC, inputs, loss=loss)
 
     def _data_parallel(self) -> nn.Module:
         if self.num_drafters == 1:

@@ -1,0 +1,122 @@
+"""A run's texts under its target's chat template: tokenised or found in the cache, compared, reported."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig
+
+from dflash_ddp.config import Config, ConfigError
+from dflash_ddp.data.rendering import RenderSettings
+from dflash_ddp.data.report import format_report
+from dflash_ddp.data.store import DocumentStore, documents_in_both, prepare
+from dflash_ddp.preflight import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_WORKERS = 16
+
+
+def prepare_texts(config: Config, *, speaks: bool) -> dict[str, str | None]:
+    """Tokenise training and held-out text; where they lie."""
+    tokenizer = load_tokenizer(config)
+    data = config.data
+    found: dict[str, str | None] = {"text": None, "heldout": None}
+    for name, path, split in (
+        ("text", data.path, data.split),
+        ("heldout", data.heldout, data.heldout_split),
+    ):
+        if path is None:
+            continue
+        store = prepare_text(config, tokenizer, name=name, path=path, split=split)
+        found[name] = str(store.path)
+        if speaks:
+            logger.info("%s", format_report(store.report))
+    return found
+
+
+def prepare_text(
+    config: Config, tokenizer: Any, *, name: str, path: str, split: str
+) -> DocumentStore:
+    """Tokenise one text under the target's chat template, or find it in the cache.
+
+    Raises:
+        ConfigError: it cannot be read or used; `name` says which text.
+    """
+    data = config.data
+    workers = data.num_workers
+    if workers is None:
+        workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+    try:
+        return prepare(
+            path,
+            tokenizer,
+            settings=render_settings(config, tokenizer),
+            cache_dir=data.cache_dir,
+            split=split,
+            revision=data.revision,
+            num_workers=workers,
+            max_bad_share=data.max_bad_share,
+        )
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"data ({name}): {error}") from error
+
+
+def render_settings(config: Config, tokenizer: Any) -> RenderSettings:
+    """How rows become documents."""
+    return RenderSettings(
+        enable_thinking=config.data.enable_thinking,
+        eos_ids=frozenset(eos_ids(config, tokenizer)),
+        max_length=config.data.max_length,
+    )
+
+
+def eos_ids(config: Config, tokenizer: Any) -> set[int]:
+    """Every token that ends generation: the tokenizer's, and those of generation_config.json."""
+    ids = {tokenizer.eos_token_id}
+    try:
+        generation = GenerationConfig.from_pretrained(
+            config.target.path, revision=config.target.revision or "main"
+        )
+    except OSError:  # many targets have no such file; the tokenizer's token remains
+        return ids - {None}
+    named = generation.eos_token_id
+    ids |= set(named) if isinstance(named, list) else {named}
+    return ids - {None}
+
+
+def check_same_documents(here: dict[str, str | None], rank_0: dict[str, str | None]) -> None:
+    """Every node must have tokenised the same text; a store's folder is named by its content.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    for name, path in here.items():
+        if path is not None and Path(path).name != Path(rank_0[name] or "").name:
+            raise ConfigError(
+                f"data ({name}): the documents of this node, {path}, are not those of rank 0, "
+                f"{rank_0[name]}: files or tokenizers differ between the nodes"
+            )
+
+
+def data_report(
+    text: DocumentStore, heldout: DocumentStore | None, *, max_documents: int
+) -> dict[str, Any]:
+    """The reports of both texts, and what they share: said, since it flatters the accept length."""
+    report = {"text": text.report}
+    if heldout is None:
+        return report
+    used = min(max_documents, heldout.num_documents)
+    shared = documents_in_both(text, heldout, used)
+    if shared:
+        ours, theirs = next(iter(shared.items()))
+        logger.warning(
+            "%d of the %d held-out documents used are in the training text too (first: %s is %s): "
+            "accept length is measured on what was trained on",
+            len(shared),
+            used,
+            heldout.origin(ours),
+            text.origin(theirs),
+        )
+    return report | {"heldout": heldout.report | {"num_in_training_text": len(shared)}}
