@@ -14,7 +14,9 @@ from dflash_ddp.drafter.attention import (
     dense_mask,
     find_tiles,
     mask_function,
+    packed,
     tile_arrays,
+    unpacked,
 )
 from dflash_ddp.drafter.blocks import make_blocks
 
@@ -79,8 +81,9 @@ def test_mask_counts_of_the_published_reference():
 
 
 @pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("group", [1, 3, 4])
 @pytest.mark.parametrize(("size", "num_anchors"), [(16, 32), (16, 13), (10, 40), (8, 16), (128, 3)])
-def test_tiles_equal_those_of_the_dense_mask(name, size, num_anchors):
+def test_tiles_equal_those_of_the_dense_mask(name, size, num_anchors, group):
     """Visited and fully visible tiles, counted from intervals, against the mask itself."""
     context_length = 1024
     lengths = (300, 200, 129, 255, 100)
@@ -93,22 +96,26 @@ def test_tiles_equal_those_of_the_dense_mask(name, size, num_anchors):
         tensors = (torch.from_numpy(blocks.anchors_N), torch.from_numpy(blocks.starts_N))
         rule = RULES[name]
         dense = dense_mask(*tensors, context_length=context_length, block_size=size, rule=rule)
-        rows = -(-dense.shape[0] // TILE) * TILE
-        padded = np.zeros((rows, context_length + rows), dtype=bool)
+        if group > 1:
+            dense = packed(dense.repeat(group, 1, 1), group=group, num_blocks=num_anchors)[0]
+        rows, keys = (-(-n // TILE) * TILE for n in dense.shape)
+        padded = np.zeros((rows, keys), dtype=bool)
         padded[: dense.shape[0], : dense.shape[1]] = dense.numpy()
         tiled = padded.reshape(rows // TILE, TILE, -1, TILE)
         some, every = tiled.any((1, 3)), tiled.all((1, 3))
-        tiles = find_tiles(blocks, context_length=context_length, rule=rule)
+        tiles = find_tiles(blocks, context_length=context_length, rule=rule, group=group)
         visited = tiles.partial | tiles.full
         assert not (some & ~visited).any()
-        if TILE % size == 0:  # else a block that straddles two tiles may visit one too many
+        if (
+            TILE % (size * group) == 0
+        ):  # else a block that straddles two tiles may visit one too many
             assert np.array_equal(visited, some)
         # A tile may be full without being marked (a block of one tile by itself): never the reverse.
         assert not (tiles.full & ~every).any()
         in_context = np.arange(tiles.full.shape[1]) < context_length // TILE
         whole_rows = (np.arange(rows // TILE) + 1) * TILE <= dense.shape[0]
         expected = every & in_context & whole_rows[:, None]
-        if TILE % size == 0:
+        if TILE % (size * group) == 0:
             assert np.array_equal(tiles.full & whole_rows[:, None], expected)
 
 
@@ -119,12 +126,15 @@ def test_flex_attention_with_our_tiles_equals_float64(name):
     blocks = place(batch, [5, 30, 31, 140, 160, 180, 200, 205], 16, 16)
     rule = RULES[name]
     tensors = (torch.from_numpy(blocks.anchors_N), torch.from_numpy(blocks.starts_N))
-    mask_mod = mask_function(*tensors, context_length=256, block_size=16, rule=rule)
-    arrays = tile_arrays(find_tiles(blocks, context_length=256, rule=rule))
-    mask = block_mask(tuple(map(torch.from_numpy, arrays)), mask_mod, num_queries=256, num_keys=512)
+    sizes = {"context_length": 256, "rule": rule, "group": 2}
+    mask_mod = mask_function(*tensors, block_size=16, **sizes)
+    arrays = tile_arrays(find_tiles(blocks, **sizes))
+    mask = block_mask(tuple(map(torch.from_numpy, arrays)), mask_mod, num_queries=512, num_keys=512)
     dense = dense_mask(*tensors, context_length=256, block_size=16, rule=rule)
     q, k, v = torch.randn(4, 256, 16), torch.randn(2, 512, 16), torch.randn(2, 512, 16)
-    sparse = flex_attention(q[None], k[None], v[None], block_mask=mask, enable_gqa=True)[0]
+    rows = packed(q, group=2, num_blocks=16)
+    out = flex_attention(rows[None], k[None], v[None], block_mask=mask)[0]
+    sparse = unpacked(out, group=2, num_blocks=16)
     assert (sparse - reference(q, k, v, dense)).abs().max() < 1e-5
 
 
@@ -142,7 +152,7 @@ def test_dense_path_equals_float64_with_gradients():
         parts = [torch.randn(n, t, 8) for n, t in ((4, 28), (2, 156), (2, 156))]
         ours = [p.clone().requires_grad_() for p in parts]
         theirs = [p.clone().requires_grad_() for p in parts]
-        out, expected = attend(*ours, mask), reference(*theirs, mask)
+        out, expected = attend(*ours, mask, num_blocks=7), reference(*theirs, mask)
         assert (out - expected).abs().max() < 1e-5, kind
         pull = torch.randn_like(out)
         (out * pull).sum().backward()

@@ -1,11 +1,12 @@
 """Roles and lanes from numbers, and the texts for people when they do not fit."""
 
+import dataclasses
 import os
 
 import pytest
 
 from dflash_ddp.config import ConfigError
-from dflash_ddp.world import Topology, plan_topology, read_launch, set_gpu_variables
+from dflash_ddp.world import Topology, own_gpu, plan_topology, read_launch, set_gpu_variables
 
 
 def plan(targets, drafters, world, local=None, colocated=False) -> Topology:
@@ -124,3 +125,24 @@ def test_what_cuda_reads_once_is_set_and_the_users_choice_stays(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(ConfigError, match="one queue of the GPU"):
         set_gpu_variables(launch)
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "expected"),
+    [
+        (None, 3, "3"),
+        ("", 0, "0"),
+        ("4,5, 6,7", 2, "6"),
+        ("GPU-1f,MIG-2e,GPU-3d,GPU-4c", 1, "MIG-2e"),
+    ],
+)
+def test_a_rank_sees_its_own_gpu_only(visible, local_rank, expected):
+    launch = dataclasses.replace(read_launch({}), local_rank=local_rank, local_world_size=4)
+    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert own_gpu(launch, 4, env) == expected
+
+
+def test_more_ranks_than_gpus_are_refused():
+    launch = dataclasses.replace(read_launch({}), local_world_size=8)
+    with pytest.raises(ConfigError, match="8 ranks on this node, but 4 GPUs are visible"):
+        own_gpu(launch, 4, {})

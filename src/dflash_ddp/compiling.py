@@ -89,10 +89,10 @@ def use_cache() -> Path:
 
 
 def compile_now(what: str, graphs: str, run: Callable[[], None]) -> None:
-    """Compile by running once: of the processes of a node that share a device index, one compiles.
+    """Compile by running once: of a node's processes that need the same code, one compiles.
 
-    The others wait and read from the cache. PyTorch keys compiled code by the index of the GPU, so
-    ranks on different GPUs compile at the same time, once each, and all read at the next start.
+    The others wait and read from the cache. PyTorch keys compiled code by the index of the GPU: ranks
+    share it because each sees its own GPU only, as number 0 (`world.set_gpu_variables`).
 
     Losing or breaking the cache costs time only: what cannot be read is compiled again.
 
@@ -103,7 +103,7 @@ def compile_now(what: str, graphs: str, run: Callable[[], None]) -> None:
     """
     require_main_thread(what)
     start, before = time.monotonic(), _cache_counts()
-    if torch.cuda.is_available():  # the compiler's own keys hold the index of the GPU
+    if torch.cuda.is_available():  # ranks that share GPUs may have other numbers
         graphs += f" cuda:{torch.cuda.current_device()}"
     key = hashlib.sha256(graphs.encode()).hexdigest()[:16]
     with _turn_to_compile(use_cache(), key):

@@ -158,7 +158,7 @@ def relaunch(config: Config) -> float | None:
 def run_rank(config: Config) -> None:
     """Be one rank of the run."""
     from dflash_ddp.log import exit_on_error, setup_logging
-    from dflash_ddp.world import plan_topology, read_launch
+    from dflash_ddp.world import plan_topology, read_launch, set_gpu_variables
 
     sys.stdin = io.StringIO()  # no library may ask a question that holds up all ranks
     launch = read_launch()
@@ -170,7 +170,9 @@ def run_rank(config: Config) -> None:
             world_size=launch.world_size,
             local_world_size=launch.local_world_size,
         )
-    except ValueError as error:
+        if config.device is not Device.cpu:  # before anything asks for GPUs, which wakes the driver
+            set_gpu_variables(launch, share_gpu=config.split.share_gpu)
+    except (ConfigError, ValueError) as error:
         refuse(error)
     setup_logging(
         rank=launch.rank, role=topology.role(launch.rank), verbose=topology.speaks(launch.rank)
@@ -180,13 +182,11 @@ def run_rank(config: Config) -> None:
         from dflash_ddp.preflight import device_type
         from dflash_ddp.startup import prepare_run
         from dflash_ddp.stopping import listen
-        from dflash_ddp.world import JobStore, close_world, init_world, set_gpu_variables
+        from dflash_ddp.world import JobStore, close_world, init_world
 
         store = JobStore(launch)
         control = Control(store, launch, topology, heartbeat_timeout_s=config.heartbeat_timeout_s)
         handler.publish = partial(end_job, control, config)
-        if config.device is not Device.cpu:  # before the question below, which wakes the driver
-            set_gpu_variables(launch, share_gpu=config.split.share_gpu)
         device = device_type(config.device)
         run = prepare_run(config, launch, control)
         control.failure_folder = run.folder

@@ -227,9 +227,6 @@ def init_world(
         device_type: "cuda" (NCCL, and gloo for tensors in host memory) or "cpu" (gloo).
         share_gpu: several ranks may use one GPU. For tests: NCCL then takes slow sockets.
         lane_ctas: thread blocks that one transfer may take from the GPU; None: NCCL decides.
-
-    Raises:
-        ValueError: more local ranks than GPUs.
     """
     cuda = device_type == "cuda"
     device = _bind_gpu(launch, share_gpu) if cuda else torch.device("cpu")
@@ -283,9 +280,15 @@ def _warm_up(world: World) -> None:
 def set_gpu_variables(launch: Launch, *, share_gpu: bool = False) -> None:
     """Set what CUDA and NCCL read once: before anything touches a GPU. What the user has set stays.
 
+    Each process sees its own GPU only, as number 0: PyTorch keys compiled code by that number, so
+    that ranks of a node share it, and no library can take memory of another rank's GPU by mistake.
+
     Raises:
-        ConfigError: CUDA_DEVICE_MAX_CONNECTIONS=1.
+        ConfigError: CUDA_DEVICE_MAX_CONNECTIONS=1, or more local ranks than GPUs.
     """
+    num_gpus = torch.cuda.device_count()  # asks the driver's management library: wakes no GPU
+    if num_gpus and not share_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu(launch, num_gpus)
     wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000"}
     if share_gpu:
         # NCCL refuses two ranks of one host on one GPU. With a host name of its own each rank is
@@ -303,15 +306,25 @@ def set_gpu_variables(launch: Launch, *, share_gpu: bool = False) -> None:
         )
 
 
-def _bind_gpu(launch: Launch, share_gpu: bool) -> torch.device:
-    """Choose this rank's GPU."""
-    num_gpus = torch.cuda.device_count()
-    if num_gpus == 0 or (launch.local_world_size > num_gpus and not share_gpu):
-        raise ValueError(
+def own_gpu(launch: Launch, num_gpus: int, env: Mapping[str, str] = os.environ) -> str:
+    """This rank's one entry of CUDA_VISIBLE_DEVICES, out of the GPUs that are visible to all.
+
+    Raises:
+        ConfigError: more local ranks than GPUs.
+    """
+    if launch.local_world_size > num_gpus:
+        raise ConfigError(
             f"{launch.local_world_size} ranks on this node, but {num_gpus} GPUs are visible: start "
             f"fewer (--nproc_per_node), or device=cpu; split.share_gpu=true is for tests"
         )
-    device = torch.device("cuda", launch.local_rank % num_gpus)
+    visible = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return visible[launch.local_rank].strip() if visible != [""] else str(launch.local_rank)
+
+
+def _bind_gpu(launch: Launch, share_gpu: bool) -> torch.device:
+    """Choose this rank's GPU; without `share_gpu` it sees one only."""
+    index = launch.local_rank % torch.cuda.device_count() if share_gpu else 0
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 

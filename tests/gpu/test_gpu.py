@@ -59,7 +59,7 @@ def test_flex_attention_equals_float64(num_tokens, context_length, num_anchors, 
     for kind in (SLIDING, FULL):
         ours = [p.clone().requires_grad_() for p in parts]
         exact = [p.double().requires_grad_() for p in parts]
-        out = attend(*ours, inputs.masks[kind])
+        out = attend(*ours, inputs.masks[kind], num_blocks=num_anchors)
         anchors, starts = (torch.from_numpy(x).to(GPU) for x in (blocks.anchors_N, blocks.starts_N))
         mask = dense_mask(
             anchors,

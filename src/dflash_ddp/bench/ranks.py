@@ -63,8 +63,7 @@ def join(num_targets: int, num_drafters: int, *, lane_ctas: int | None) -> tuple
     )
     store = JobStore(launch)
     control = Control(store, launch, topology, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S)
-    set_gpu_variables(launch)
-    num_gpus = torch.cuda.device_count()
+    num_gpus = torch.cuda.device_count()  # wakes no GPU
     share_gpu = 0 < num_gpus < launch.world_size
     set_gpu_variables(launch, share_gpu=share_gpu)
     world = init_world(

@@ -9,6 +9,9 @@ sees two intervals of keys, which is the whole rule:
 `visible` states the rule for one (query, key) pair. On GPUs compiled flex attention runs it block-sparse; the tiles
 that it visits are counted from the intervals in O(N + tiles), not found by trying all pairs. On CPUs, where flex
 attention has no backward, the same rule fills a dense mask for scaled_dot_product_attention.
+
+For flex attention the query heads that share a key head lie below each other, block by block (`packed`), as the rows
+of one head: a tile of 128 rows then spans few anchors, so that fewer tiles are cut by the edges of what a block sees.
 """
 
 from collections.abc import Callable
@@ -83,14 +86,20 @@ def visible(
 
 
 def mask_function(
-    anchors_N: Tensor, starts_N: Tensor, *, context_length: int, block_size: int, rule: MaskRule
+    anchors_N: Tensor,
+    starts_N: Tensor,
+    *,
+    context_length: int,
+    block_size: int,
+    rule: MaskRule,
+    group: int = 1,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The rule as flex attention's mask_mod(batch, head, query, key)."""
+    """The rule as flex attention's mask_mod(batch, head, query, key), `group` heads packed."""
 
-    def mask_mod(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def mask_mod(_batch: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         signed = torch.where(key < context_length, key, context_length - 1 - key)
         return visible(
-            query,
+            row // (group * block_size) * block_size + row % block_size,
             signed,
             anchors_N=anchors_N,
             starts_N=starts_N,
@@ -129,13 +138,19 @@ def dense_mask(
     return mask_mod(none, none, query, key)
 
 
-def find_tiles(blocks: Blocks, *, context_length: int, rule: MaskRule) -> Tiles:
+def find_tiles(blocks: Blocks, *, context_length: int, rule: MaskRule, group: int = 1) -> Tiles:
     """Tiles that the rule touches, and those that it covers, by counting interval ends.
 
     Each block adds +1 where its interval of key tiles begins and -1 where it ends; a running sum
     over key tiles then counts, for every tile, the blocks that touch it. A tile is full when every
     row of the query tile covers it; counting covering blocks is enough, as all rows of a block
     share an interval but for the window's edge, for which the last slot is the strictest.
+
+    Args:
+        blocks: N blocks of B slots.
+        context_length: S.
+        rule: of the layer.
+        group: query heads packed into one: a block then has `group * B` rows.
 
     Raises:
         ValueError: if the context is no multiple of the tile.
@@ -144,37 +159,36 @@ def find_tiles(blocks: Blocks, *, context_length: int, rule: MaskRule) -> Tiles:
         raise ValueError(f"context of {context_length} tokens is not a multiple of {TILE}")
     size = blocks.block_size
     num_blocks = len(blocks.anchors_N)
-    num_query_tiles = -(-num_blocks * size // TILE)
-    num_key_tiles = context_length // TILE + num_query_tiles
+    num_rows = size * group
+    num_query_tiles = -(-num_blocks * num_rows // TILE)
+    num_key_tiles = (context_length + num_blocks * size + TILE - 1) // TILE
     anchors = blocks.anchors_N.astype(np.int64)
     first = last = blocks.starts_N.astype(np.int64)
     if rule.window is not None:  # the first slot sees furthest back, the last slot least
         first = np.maximum(first, anchors - rule.window + 1)
         last = np.maximum(last, anchors + size - rule.window)
-    row = np.arange(num_blocks) * size
+    row, own = np.arange(num_blocks) * num_rows, context_length + np.arange(num_blocks) * size
     touched = np.zeros((num_query_tiles, num_key_tiles + 1), dtype=np.int32)
     covered = np.zeros_like(touched)
     members = np.zeros(num_query_tiles, dtype=np.int32)
-    # A block of up to 128 slots lies in one query tile or straddles two.
-    for tile, inside in _query_tiles(row, size):
+    for tile, inside in _query_tiles(row, num_rows):
         np.add.at(members, tile[inside], 1)
         seen = inside & (first < anchors)
         _count(touched, tile[seen], first[seen] // TILE, -(-anchors[seen] // TILE))
         whole_from, whole_to = -(-last // TILE), anchors // TILE
         whole = inside & (whole_from < whole_to)
         _count(covered, tile[whole], whole_from[whole], whole_to[whole])
-        own = context_length + row
         _count(touched, tile[inside], own[inside] // TILE, -(-(own[inside] + size) // TILE))
     any_visible = np.cumsum(touched, axis=1)[:, :-1] > 0
     full = np.cumsum(covered, axis=1)[:, :-1] == members[:, None]
-    if (num_blocks * size) % TILE:
-        full[-1] = False  # rows past Q belong to no block
+    if (num_blocks * num_rows) % TILE:
+        full[-1] = False  # rows past the last belong to no block
     return Tiles(partial=any_visible & ~full, full=full)
 
 
-def _query_tiles(row: np.ndarray, size: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(tile, whether it counts) for the tiles that each block's rows lie in."""
-    first, last = row // TILE, (row + size - 1) // TILE
+def _query_tiles(row: np.ndarray, num_rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(tile, whether it counts) for the tiles that each block's rows lie in, from its first row."""
+    first, last = row // TILE, (row + num_rows - 1) // TILE
     widest = int((last - first).max(initial=0))
     return [(np.minimum(first + i, last), first + i <= last) for i in range(widest + 1)]
 
@@ -186,8 +200,11 @@ def _count(counts: np.ndarray, tile: np.ndarray, begin: np.ndarray, end: np.ndar
 
 def ordered_tiles(tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Bool [rows, columns] -> int32 counts [rows] and indices [rows, columns], true ones first."""
-    order = np.argsort(~tiles, axis=1, kind="stable").astype(np.int32)
-    return tiles.sum(axis=1, dtype=np.int32), order
+    counts = tiles.sum(axis=1, dtype=np.int32)
+    rows, columns = np.nonzero(tiles)
+    order = np.zeros(tiles.shape, dtype=np.int32)  # what lies past a row's count is never read
+    order[rows, np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]] = columns
+    return counts, order
 
 
 def block_mask(
@@ -248,20 +265,36 @@ _KERNEL_OPTIONS: Any = {
 }
 
 
-def attend(q_AQD: Tensor, k_GTD: Tensor, v_GTD: Tensor, mask: BlockMask | Tensor) -> Tensor:
+def packed(q_AQD: Tensor, *, group: int, num_blocks: int) -> Tensor:
+    """Queries of heads that share a key head as rows of one head: [A, N * B, D] -> [G, N * A/G * B, D]."""
+    blocks = q_AQD.unflatten(0, (-1, group)).unflatten(2, (num_blocks, -1))
+    return blocks.transpose(1, 2).flatten(1, 3)
+
+
+def unpacked(out_GRD: Tensor, *, group: int, num_blocks: int) -> Tensor:
+    """The reverse of `packed`."""
+    blocks = out_GRD.unflatten(1, (num_blocks, group, -1))
+    return blocks.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+
+def attend(
+    q_AQD: Tensor, k_GTD: Tensor, v_GTD: Tensor, mask: BlockMask | Tensor, *, num_blocks: int
+) -> Tensor:
     """Attention output [A, Q, D]; A query heads share G key/value heads.
 
     Args:
         q_AQD: queries [A, Q, D].
         k_GTD: keys [G, S + Q, D], context first.
         v_GTD: values, like the keys.
-        mask: a BlockMask (GPU, flex attention) or a dense bool [Q, S + Q] (any device).
+        mask: a BlockMask over packed queries (GPU, flex attention) or a dense bool [Q, S + Q] (any device).
+        num_blocks: N.
     """
     q, k, v = q_AQD[None], k_GTD[None], v_GTD[None]
     if isinstance(mask, BlockMask):
         measured = q.shape[-1] == 128 and q.dtype == torch.bfloat16  # fp32 tiles would not fit
         options = _KERNEL_OPTIONS if measured else None
-        return _compiled_flex_attention(
-            q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options
-        )[0]
+        sizes = {"group": len(q_AQD) // len(k_GTD), "num_blocks": num_blocks}
+        rows = packed(q_AQD, **sizes)[None]
+        out = _compiled_flex_attention(rows, k, v, block_mask=mask, kernel_options=options)
+        return unpacked(out[0], **sizes)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0]

@@ -104,12 +104,10 @@ def host_inputs(
         "weights_P": weights_P,
         "supervised_NB": np.ascontiguousarray(blocks.supervised_NB[:, 1:]),
     }
-    kinds = dict.fromkeys(shape.layer_types) if flex else {}
+    sizes = {"context_length": context_length, "group": shape.group}
     tiles = {
-        kind: tile_arrays(
-            find_tiles(blocks, context_length=context_length, rule=shape.mask_rule(kind))
-        )
-        for kind in kinds
+        kind: tile_arrays(find_tiles(blocks, rule=shape.mask_rule(kind), **sizes))
+        for kind in (dict.fromkeys(shape.layer_types) if flex else {})
     }
     num_chunks = -(-len(slots_R) // chunk_rows)
     return HostInputs(arrays, tiles, num_chunks, blocks.weight_sum, batch.num_tokens)
@@ -125,9 +123,11 @@ def to_device(host: HostInputs, shape: DrafterShape, device: torch.device) -> In
         rule = shape.mask_rule(kind)
         size = {"context_length": num_keys - num_queries, "block_size": shape.block_size}
         if kind in host.tiles:
+            size["group"] = shape.group
             mask_mod = mask_function(on["anchors_N"], on["starts_N"], rule=rule, **size)
             arrays = tuple(_copy(array, device) for array in host.tiles[kind])
-            masks[kind] = block_mask(arrays, mask_mod, num_queries=num_queries, num_keys=num_keys)
+            num_rows = num_queries * shape.group
+            masks[kind] = block_mask(arrays, mask_mod, num_queries=num_rows, num_keys=num_keys)
         else:
             masks[kind] = dense_mask(on["anchors_N"], on["starts_N"], rule=rule, **size)
     rows = Rows(

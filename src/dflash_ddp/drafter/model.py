@@ -63,6 +63,11 @@ class DrafterShape:
     block_size: int
     mask_token_id: int
 
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head, A / G."""
+        return self.num_attention_heads // self.num_key_value_heads
+
     def mask_rule(self, layer_type: str) -> MaskRule:
         """The mask rule of one kind of layer (z-lab: causal iff sliding, unless `is_causal`)."""
         sliding = layer_type == SLIDING
@@ -193,7 +198,8 @@ class Layer(nn.Module):
         value = attention.heads(torch.cat([context_value, value]))
         query = attention.q_norm(attention.heads(query))
         query = rotate(query, cos[-num_slots:], sin[-num_slots:])
-        attended = attend(query, rotate(key, cos, sin), value, mask).transpose(0, 1).flatten(1)
+        attended = attend(query, rotate(key, cos, sin), value, mask, num_blocks=num_blocks)
+        attended = attended.transpose(0, 1).flatten(1)
         if last:
             x_QH, attended = (without_slot_0(rows, num_blocks) for rows in (x_QH, attended))
         x_QH = x_QH + linear(attended, attention.o_proj.weight)
