@@ -128,13 +128,13 @@ def test_only_chunks_with_supervised_slots_reach_the_head(recompute, monkeypatch
     def spy(name):
         inner = getattr(loss_module, name)
 
-        def counted(hidden_RH, *rest):
-            calls.append(len(hidden_RH))
-            return inner(hidden_RH, *rest)
+        def counted(rows, *rest):
+            calls.append(len(rows))
+            return inner(rows, *rest)
 
         return counted
 
-    functions = loss_module.ChunkFunctions(spy("chunk_loss"), spy("chunk_loss_and_grad"))
+    functions = loss_module.ChunkFunctions(spy("chunk_loss"), spy("logits_to_grad"))
     with torch.no_grad():
         summed_loss(
             hidden,

@@ -284,7 +284,7 @@ def set_gpu_variables(launch: Launch, *, share_gpu: bool = False) -> None:
     that ranks of a node share it, and no library can take memory of another rank's GPU by mistake.
 
     Raises:
-        ConfigError: CUDA_DEVICE_MAX_CONNECTIONS=1, or more local ranks than GPUs.
+        ConfigError: more local ranks than GPUs.
     """
     num_gpus = torch.cuda.device_count()  # asks the driver's management library: wakes no GPU
     if num_gpus and not share_gpu:
@@ -299,11 +299,6 @@ def set_gpu_variables(launch: Launch, *, share_gpu: bool = False) -> None:
         wanted |= {"RES_OPTIONS": "timeout:1 attempts:1"}
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
-    if os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1":
-        raise ConfigError(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts transfers and compute into one queue of the GPU; "
-            "unset it (32 is used then)"
-        )
 
 
 def own_gpu(launch: Launch, num_gpus: int, env: Mapping[str, str] = os.environ) -> str:
@@ -323,6 +318,11 @@ def own_gpu(launch: Launch, num_gpus: int, env: Mapping[str, str] = os.environ) 
 
 def _bind_gpu(launch: Launch, share_gpu: bool) -> torch.device:
     """Choose this rank's GPU; without `share_gpu` it sees one only."""
+    if launch.rank == 0 and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        logger.warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts transfers and compute into one queue of the GPU: "
+            "nothing waits for ever, but transfers wait for compute; unset it (32 is used then)"
+        )
     index = launch.local_rank % torch.cuda.device_count() if share_gpu else 0
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)

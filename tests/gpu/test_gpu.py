@@ -16,6 +16,7 @@ from drafters import (
 
 from dflash_ddp.config import Recompute
 from dflash_ddp.drafter.attention import attend, dense_mask
+from dflash_ddp.drafter.loss import logits_to_grad
 from dflash_ddp.drafter.model import FULL, SLIDING
 from dflash_ddp.drafter.step import LossSettings, Tables, compile_step, forward_backward
 
@@ -153,3 +154,29 @@ def test_a_steady_step_asks_the_gpu_nothing():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+
+
+def test_logits_are_turned_into_their_gradient_in_place():
+    """Compiled, at a real vocabulary: losses and gradients against float64, and no second [R, V]."""
+    torch.compiler.reset()
+    generator = torch.Generator(device=GPU).manual_seed(0)
+    num_rows, vocabulary = 256, 151_936
+    logits = 4 * torch.randn(num_rows, vocabulary, device=GPU, generator=generator)
+    logits = logits.bfloat16()
+    labels = torch.randint(vocabulary, (num_rows,), device=GPU, generator=generator)
+    labels[:128] = logits[:128].argmax(-1)
+    exact = logits.double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
+    losses.sum().backward()
+    right = logits.argmax(-1) == labels
+    to_grad = torch.compile(logits_to_grad, fullgraph=True, dynamic=False)
+    to_grad(logits.clone(), labels)
+    found = logits.clone()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found_losses, found_right = to_grad(found, labels)
+    assert torch.cuda.max_memory_allocated() - before < found.nbytes / 4
+    assert torch.equal(found_right, right)
+    assert (found_losses.double() - losses).abs().max() < 1e-4
+    assert (found.double() - exact.grad).abs().max() <= 2**-8
+    assert torch.allclose(found.double(), exact.grad, rtol=1e-2, atol=1e-9)

@@ -248,19 +248,19 @@ def tile_arrays(tiles: Tiles) -> tuple[np.ndarray, ...]:
 _compiled_flex_attention = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
-# Tiles of the kernels that were fastest on an H200 at head width 128, for one sliding layer of the headline workload:
-# forward 3.3 ms against 3.6, forward and backward 14.4 ms against 16.2. (ROWS_GUARANTEED_SAFE is not for us: a row may
-# see nothing of the first tile it visits, and its gradient would be NaN.)
+# Tiles of the kernels that were fastest on an H200 at head width 128, for one sliding layer of the headline workload,
+# packed: forward 3.9 ms, backward 8.4 ms (next best 8.9; with two tiles of 32 x 128 and 8 warps 9.4).
+# (ROWS_GUARANTEED_SAFE is not for us: a row may see nothing of the first tile it visits, and its gradient would be NaN.)
 _KERNEL_OPTIONS: Any = {
     "fwd_BLOCK_M": 128,
     "fwd_BLOCK_N": 128,
     "fwd_num_warps": 8,
     "fwd_num_stages": 3,
     "bwd_BLOCK_M1": 32,
-    "bwd_BLOCK_N1": 128,
-    "bwd_BLOCK_M2": 128,
+    "bwd_BLOCK_N1": 64,
+    "bwd_BLOCK_M2": 64,
     "bwd_BLOCK_N2": 32,
-    "bwd_num_warps": 8,
+    "bwd_num_warps": 4,
     "bwd_num_stages": 3,
 }
 

@@ -63,29 +63,38 @@ def chunk_loss(hidden_RH: Tensor, head_VH: Tensor, labels_R: Tensor) -> tuple[Te
     return F.cross_entropy(logits_RV, labels_R, reduction="none"), logits_RV.argmax(-1) == labels_R
 
 
-def chunk_loss_and_grad(
-    hidden_RH: Tensor, head_VH: Tensor, labels_R: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One chunk: as `chunk_loss`, and each loss's gradient by its own hidden row [R, H].
+def logits_to_grad(logits_RV: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor]:
+    """As `chunk_loss`, from one chunk's logits; each loss's gradient by its logits takes their place.
 
     With p = softmax(logits): d loss / d logits = p - onehot(label). Written so that the compiler
-    reads the logits twice, with little arithmetic an element, and writes the gradient in their
-    place: the label is right if no logit beats its own (of equal ones the first wins, as argmax
-    has it), places are int32, and probabilities are products instead of quotients.
+    reads the logits twice, with little arithmetic an element, and no second [R, V] exists: the
+    label is right if no logit beats its own (of equal ones the first wins, as argmax has it),
+    places are int32, and probabilities are products instead of quotients.
     """
-    logits_RV = F.linear(hidden_RH, head_VH).float()
-    places_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device, dtype=torch.int32)
+    scores_RV = logits_RV.float()
+    places_V = torch.arange(scores_RV.shape[-1], device=scores_RV.device, dtype=torch.int32)
     label_places_R1 = labels_R[:, None].int()
-    label_logits_R1 = logits_RV.gather(1, labels_R[:, None])
-    highest_R1 = logits_RV.amax(-1, keepdim=True)
-    sum_R1 = (logits_RV - highest_R1).exp().sum(-1, keepdim=True)
-    losses_R = (sum_R1.log() + highest_R1 - label_logits_R1)[:, 0]
-    ties_before_RV = (logits_RV == label_logits_R1) & (places_V < label_places_R1)
-    beaten_R = ((logits_RV > label_logits_R1) | ties_before_RV).any(-1)
+    label_scores_R1 = scores_RV.gather(1, labels_R[:, None])
+    highest_R1 = scores_RV.amax(-1, keepdim=True)
+    sum_R1 = (scores_RV - highest_R1).exp().sum(-1, keepdim=True)
+    losses_R = (sum_R1.log() + highest_R1 - label_scores_R1)[:, 0]
+    ties_before_RV = (scores_RV == label_scores_R1) & (places_V < label_places_R1)
+    beaten_R = ((scores_RV > label_scores_R1) | ties_before_RV).any(-1)
     is_label_RV = (places_V == label_places_R1).float()
-    grad_RV = (logits_RV - highest_R1).exp() * sum_R1.reciprocal() - is_label_RV
-    grad_RH = grad_RV.to(hidden_RH.dtype) @ head_VH
-    return losses_R, ~beaten_R, grad_RH
+    logits_RV.copy_((scores_RV - highest_R1).exp() * sum_R1.reciprocal() - is_label_RV)
+    return losses_R, ~beaten_R
+
+
+def chunk_loss_and_grad(
+    hidden_RH: Tensor,
+    head_VH: Tensor,
+    labels_R: Tensor,
+    to_grad: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = logits_to_grad,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One chunk: as `chunk_loss`, and each loss's gradient by its own hidden row [R, H]."""
+    logits_RV = F.linear(hidden_RH, head_VH)
+    losses_R, correct_R = to_grad(logits_RV, labels_R)
+    return losses_R, correct_R, logits_RV @ head_VH
 
 
 @torch.no_grad()
@@ -121,10 +130,10 @@ def even_chunk_rows(num_slots: int, most: int) -> int:
 
 
 class ChunkFunctions(NamedTuple):
-    """The two chunk functions, plain on CPUs and compiled on GPUs."""
+    """The two functions that a chunk goes through, plain on CPUs and compiled on GPUs."""
 
     loss: Callable[..., tuple[Tensor, Tensor]] = chunk_loss
-    loss_and_grad: Callable[..., tuple[Tensor, Tensor, Tensor]] = chunk_loss_and_grad
+    to_grad: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = logits_to_grad
 
 
 class _LossInForward(torch.autograd.Function):
@@ -138,7 +147,7 @@ class _LossInForward(torch.autograd.Function):
         rows: Rows,
         chunk_rows: int,
         dpace_alpha: float | None,
-        loss_and_grad: Callable[..., tuple[Tensor, Tensor, Tensor]],
+        to_grad: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Run the chunks, weigh their rows, keep only the gradient."""
         losses_P = torch.zeros_like(rows.weights_P)
@@ -147,8 +156,8 @@ class _LossInForward(torch.autograd.Function):
         supervised_P1 = (rows.weights_P > 0)[:, None].to(hidden_MH.dtype)
         for part in _chunks(rows, chunk_rows):
             slots = rows.slots_P[part]
-            losses_P[part], correct_P[part], grad_RH = loss_and_grad(
-                hidden_MH[slots], head_VH, rows.labels_P[part]
+            losses_P[part], correct_P[part], grad_RH = chunk_loss_and_grad(
+                hidden_MH[slots], head_VH, rows.labels_P[part], to_grad
             )
             # Padding repeats slot 0 with a zero gradient: adding is exact, assigning is not.
             grad_MH.index_add_(0, slots, grad_RH * supervised_P1[part])
@@ -202,7 +211,7 @@ def summed_loss(
     if recompute is Recompute.in_forward:
         return LossSum(
             *_LossInForward.apply(
-                hidden_MH, head_VH, rows, chunk_rows, dpace_alpha, functions.loss_and_grad
+                hidden_MH, head_VH, rows, chunk_rows, dpace_alpha, functions.to_grad
             )
         )
     # The zero keeps every parameter on the graph: a rank without labels still joins the reduction.

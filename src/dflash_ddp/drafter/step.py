@@ -14,7 +14,7 @@ from dflash_ddp.drafter.loss import (
     ChunkFunctions,
     LossSum,
     chunk_loss,
-    chunk_loss_and_grad,
+    logits_to_grad,
     summed_loss,
 )
 from dflash_ddp.drafter.model import Drafter
@@ -51,7 +51,7 @@ def compile_step(model: Drafter, *, chunk_rows: int, recompute: Recompute) -> Lo
     model.compile_parts()
     functions = ChunkFunctions(
         torch.compile(chunk_loss, fullgraph=True, dynamic=False),
-        torch.compile(chunk_loss_and_grad, fullgraph=True, dynamic=False),
+        torch.compile(logits_to_grad, fullgraph=True, dynamic=False),
     )
     return LossSettings(chunk_rows, recompute, functions)
 
