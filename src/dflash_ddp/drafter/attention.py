@@ -249,8 +249,8 @@ _compiled_flex_attention = torch.compile(flex_attention, dynamic=False, fullgrap
 
 
 # Tiles of the kernels that were fastest on an H200 at head width 128, for one sliding layer of the headline workload,
-# packed: forward 3.9 ms, backward 8.4 ms (next best 8.9; with two tiles of 32 x 128 and 8 warps 9.4).
-# (ROWS_GUARANTEED_SAFE is not for us: a row may see nothing of the first tile it visits, and its gradient would be NaN.)
+# packed: forward 3.9 ms, backward 8.4 ms (next best 8.9, with two tiles of 32 x 128 and 8 warps 9.4).
+# (ROWS_GUARANTEED_SAFE is not for us: a row may see nothing of the first tile it visits: its gradient would be NaN.)
 _KERNEL_OPTIONS: Any = {
     "fwd_BLOCK_M": 128,
     "fwd_BLOCK_N": 128,
