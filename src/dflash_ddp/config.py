@@ -212,7 +212,7 @@ class LossConfig:
     """Of `decay`; > 0; null: by block size, 7 for 16, 5 for 10, 4 for 8."""
     dpace_alpha: float = 0.5
     """Of `dpace`: added confidence, so that a hopeless slot does not void those after it; 0..1."""
-    chunk_rows: int = 4096
+    chunk_rows: int = 5120
     """Slots whose logits exist at a time, at most; >= 1. Chunks are made equal."""
 
 

@@ -25,7 +25,7 @@ from dflash_ddp.bench.workloads import WORKLOADS
 from dflash_ddp.config import Recompute
 
 OPTIONS = {
-    "drafter": {"workload": "tiny", "repeats": "5", "chunk_rows": "4096", "recompute": "auto"},
+    "drafter": {"workload": "tiny", "repeats": "5", "chunk_rows": "5120", "recompute": "auto"},
     "target": {"workload": "tiny", "repeats": "5"},
     "lane": {"workload": "none", "gib": "1", "ctas": "4,1,2,8,default", "repeats": "5"},
     "stream": {

@@ -48,7 +48,7 @@ class Inputs:
     """One microbatch on the device.
 
     Attributes:
-        token_ids_X: int64 [N + 1], the anchors' tokens and the mask token.
+        token_ids_X: int64 [N + 1], the anchors' tokens and the mask token; in host memory.
         positions_T: int32 [S + Q], positions inside documents of context and slots.
         rows: the supervised slots, for the loss.
         supervised_NB: bool [N, B-1], slots 1..B-1 that carry a label.
@@ -115,7 +115,9 @@ def host_inputs(
 
 def to_device(host: HostInputs, shape: DrafterShape, device: torch.device) -> Inputs:
     """Copy to the device without waiting and build the masks there."""
-    on = {name: _copy(array, device) for name, array in host.arrays.items()}
+    arrays = dict(host.arrays)
+    token_ids_X = torch.from_numpy(arrays.pop("token_ids_X"))
+    on = {name: _copy(array, device) for name, array in arrays.items()}
     num_blocks = len(on["anchors_N"])
     num_queries, num_keys = num_blocks * shape.block_size, len(on["positions_T"])
     masks: dict[str, BlockMask | Tensor] = {}
@@ -125,20 +127,24 @@ def to_device(host: HostInputs, shape: DrafterShape, device: torch.device) -> In
         if kind in host.tiles:
             size["group"] = shape.group
             mask_mod = mask_function(on["anchors_N"], on["starts_N"], rule=rule, **size)
-            arrays = tuple(_copy(array, device) for array in host.tiles[kind])
+            tiles = tuple(_copy(array, device) for array in host.tiles[kind])
             num_rows = num_queries * shape.group
-            masks[kind] = block_mask(arrays, mask_mod, num_queries=num_rows, num_keys=num_keys)
+            masks[kind] = block_mask(tiles, mask_mod, num_queries=num_rows, num_keys=num_keys)
         else:
             masks[kind] = dense_mask(on["anchors_N"], on["starts_N"], rule=rule, **size)
     rows = Rows(
         on["slots_P"], on["labels_P"], on["weights_P"], host.num_chunks, shape.block_size - 1
     )
-    return Inputs(on["token_ids_X"], on["positions_T"], rows, on["supervised_NB"], masks)
+    return Inputs(token_ids_X, on["positions_T"], rows, on["supervised_NB"], masks)
 
 
 def _copy(array: np.ndarray, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cpu":
-        return tensor
+    return copy_to(torch.from_numpy(np.ascontiguousarray(array)), device)
+
+
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`; from host memory to a GPU without waiting."""
+    if tensor.device == device or device.type == "cpu":
+        return tensor.to(device)
     # Pinned memory comes from a caching allocator that waits for the copy before re-use.
     return tensor.pin_memory().to(device, non_blocking=True)

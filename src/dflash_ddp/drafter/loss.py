@@ -122,7 +122,7 @@ def dpace_factors(losses_P: Tensor, rows: Rows, num_slots: int, alpha: float) ->
 def even_chunk_rows(num_slots: int, most: int) -> int:
     """Rows of a chunk, at most `most`, so that `num_slots` rows fill their chunks nearly without padding.
 
-    30,720 slots in chunks of at most 4,096 rows: 8 chunks of 3,840, where 4,096 would pad a fifteenth.
+    15,360 slots in chunks of at most 4,096 rows: 4 chunks of 3,840, where 4,096 would pad a fifteenth.
     """
     num_chunks = -(-num_slots // most)
     rows = -(-num_slots // num_chunks)

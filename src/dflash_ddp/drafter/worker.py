@@ -43,6 +43,7 @@ from dflash_ddp.drafter.step import (
     compile_step,
     forward,
     forward_backward,
+    place_tables,
     resolve_recompute,
     without_gradient,
 )
@@ -65,8 +66,8 @@ def target_tables(run: Run, device: torch.device) -> Tables:
     """The target's tables in the drafter's compute dtype."""
     target, dtype = run.config.target, run.drafter_dtype
     if target.random_weights:
-        return Tables(*random_tables(run.spec, dtype, device, run.config.seed))
-    return Tables(*read_tables(target.path, target.revision, run.spec, dtype, device))
+        return place_tables(*random_tables(run.spec, dtype, device, run.config.seed))
+    return place_tables(*read_tables(target.path, target.revision, run.spec, dtype, device))
 
 
 class DrafterWorker:
