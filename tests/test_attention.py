@@ -15,7 +15,7 @@ from dflash_ddp.drafter.attention import (
     find_tiles,
     mask_function,
     packed,
-    tile_arrays,
+    tile_kinds,
     unpacked,
 )
 from dflash_ddp.drafter.blocks import make_blocks
@@ -128,8 +128,8 @@ def test_flex_attention_with_our_tiles_equals_float64(name):
     tensors = (torch.from_numpy(blocks.anchors_N), torch.from_numpy(blocks.starts_N))
     sizes = {"context_length": 256, "rule": rule, "group": 2}
     mask_mod = mask_function(*tensors, block_size=16, **sizes)
-    arrays = tile_arrays(find_tiles(blocks, **sizes))
-    mask = block_mask(tuple(map(torch.from_numpy, arrays)), mask_mod, num_queries=512, num_keys=512)
+    kinds = torch.from_numpy(tile_kinds(find_tiles(blocks, **sizes)))
+    mask = block_mask(kinds, mask_mod, num_queries=512, num_keys=512)
     dense = dense_mask(*tensors, context_length=256, block_size=16, rule=rule)
     q, k, v = torch.randn(4, 256, 16), torch.randn(2, 512, 16), torch.randn(2, 512, 16)
     rows = packed(q, group=2, num_blocks=16)

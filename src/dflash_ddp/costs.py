@@ -66,7 +66,7 @@ class TargetSizes:
         full, linear: elements that each token is multiplied with, in layers with full and with linear attention.
         attention: query heads * head width, summed over the layers with full attention.
         widest: elements of a token's widest intermediate, such as gate, up and their product.
-        hidden_size, table_rows: as in `TargetSpec`.
+        hidden_size, table_rows, tied: as in `TargetSpec`.
     """
 
     weights: int
@@ -76,6 +76,7 @@ class TargetSizes:
     widest: int
     hidden_size: int
     table_rows: int
+    tied: bool
 
 
 def target_flops(sizes: TargetSizes, document: int) -> tuple[int, int]:
@@ -167,24 +168,26 @@ def target_memory(sizes: TargetSizes, shape: DrafterShape, config: Config) -> di
     return {"weights": 2 * sizes.weights, "slots": slots, "activations": working}
 
 
-def drafter_memory(shape: DrafterShape, config: Config, *, table_rows: int) -> dict[str, int]:
+def drafter_memory(
+    shape: DrafterShape, config: Config, *, table_rows: int, tied: bool
+) -> dict[str, int]:
     """Bytes of a drafter rank by what they are for, at the end of a forward pass, bf16 compute.
 
     Activations are those that the compiled layers keep: of a slot gate and up, query, key, value,
-    attended and five rows of H; of a context token raw and turned keys and values. Predicts 40.5
+    attended and three rows of H; of a context token raw and turned keys and values. Predicts 40.5
     and 18.3 GiB where the benchmark's steps, without optimizer, reached 39 and 18.
     """
     parameters, tokens = drafter_parameters(shape), config.tokens_per_batch
     width, anchors = shape.hidden_size, config.drafter.num_anchors
     slots, drafted = anchors * shape.block_size, anchors * (shape.block_size - 1)
     heads = shape.num_attention_heads + shape.num_key_value_heads
-    slot = 2 * shape.intermediate_size + 2 * heads * shape.head_dim + 5 * width
+    slot = 2 * shape.intermediate_size + 2 * heads * shape.head_dim + 3 * width
     context = 4 * shape.num_key_value_heads * shape.head_dim
     per_layer = slots * slot + tokens * context
     return {
         "masters, moments, gradients": 16 * parameters,
         "bf16 weights": 2 * parameters,
-        "target's head": 2 * table_rows * width,
+        "target's tables": 2 * table_rows * width * (1 if tied else 2),
         "slots": (config.split.depth + 1) * tokens * feature_bytes(shape),
         "activations": 2 * (len(shape.layer_types) * per_layer + 2 * tokens * width),
         "loss": 2 * (config.loss.chunk_rows * table_rows + 2 * drafted * width),

@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 
 from dflash_ddp.drafter.attention import dense_mask
 from dflash_ddp.drafter.model import Drafter
-from dflash_ddp.drafter.step import Tables, embed
+from dflash_ddp.drafter.step import Tables
 from dflash_ddp.target.model import decoder_layers
 
 
@@ -144,7 +144,7 @@ class DrafterReader:
     @torch.no_grad()
     def draft(self, anchor: int) -> Tensor:
         """One block behind the context: the training layout with a single anchor."""
-        shape, device = self.model.shape, self.tables.head_VH.device
+        shape, device = self.model.shape, self.tables.embedding_VH.device
         place = torch.tensor([len(self._contexts[0])], device=device)
         masks = {
             kind: dense_mask(
@@ -157,7 +157,7 @@ class DrafterReader:
             for kind in dict.fromkeys(shape.layer_types)
         }
         positions_T = torch.arange(len(self._contexts[0]) + shape.block_size, device=device)
-        x_XH = embed(self.tables, torch.tensor([anchor, shape.mask_token_id]))
+        x_XH = self.tables.embedding_VH[torch.tensor([anchor, shape.mask_token_id], device=device)]
         hidden = self.model.fill(self._contexts, x_XH, positions_T, masks)
         return hidden @ self.tables.head_VH.T
 

@@ -125,8 +125,7 @@ def check_export(folder: Path, source: Path, form: Format) -> None:
         ConfigError: a reader does not take it, or gets something else than the source holds.
     """
     try:
-        with torch.device("meta"):  # for names and shapes
-            expected = Drafter(load_shape(source)).state_dict()
+        expected = Drafter.empty(load_shape(source), "meta").state_dict()
         stored, original = (load_file(place / WEIGHTS_FILE) for place in (folder, source))
         shapes = [{n: w.shape for n, w in ws.items()} for ws in (expected, stored)]
         if shapes[0] != shapes[1] or any(not torch.equal(stored[n], original[n]) for n in stored):

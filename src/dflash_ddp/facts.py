@@ -44,6 +44,7 @@ class Facts:
             self.shape,
             config or self.config,
             table_rows=self.spec.table_rows,
+            tied=self.spec.tied,
         )
 
     def memory_advice(self, role: str, num_bytes: float) -> list[str]:

@@ -224,7 +224,7 @@ def newest_drafter(run: Path) -> Path:
 
 def load_native(folder: Path, device: torch.device) -> Drafter:
     """The drafter of a native folder, as fp32 masters; every tensor must be there and no other."""
-    model = Drafter(load_shape(folder))
+    model = Drafter.empty(load_shape(folder))
     load_weights(model, folder)
     return model.to(device)
 

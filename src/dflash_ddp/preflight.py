@@ -213,7 +213,9 @@ def check_start(
     except (ValueError, OSError) as error:
         raise ConfigError(f"drafter.init_from={folder}: {error}") from error
     with torch.device("meta"):
-        wanted = {name: list(w.shape) for name, w in Drafter(shape).state_dict().items()}
+        wanted = {
+            name: list(w.shape) for name, w in Drafter.empty(shape, "meta").state_dict().items()
+        }
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
         stored = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     for name in sorted(wanted.keys() | stored.keys()):

@@ -23,9 +23,9 @@ from dflash_ddp.drafter.model import Drafter
 from dflash_ddp.drafter.optim import clip_gradients, make_optimizer
 from dflash_ddp.drafter.step import (
     LossSettings,
+    Tables,
     compile_step,
     forward_backward,
-    place_tables,
     resolve_recompute,
 )
 
@@ -52,7 +52,7 @@ class DrafterBench:
             width = work.num_layers * work.hidden_size
             self.features_SC = torch.randn(work.tokens, width, dtype=dtype)
             self.scale = torch.tensor(1e-4)
-        self.tables = place_tables(*tables)
+        self.tables = Tables(*tables)
         recompute = resolve_recompute(recompute)
         chunk_rows = even_chunk_rows(work.num_anchors * (work.block_size - 1), chunk_rows)
         if device.type == "cuda":

@@ -198,24 +198,42 @@ def _count(counts: np.ndarray, tile: np.ndarray, begin: np.ndarray, end: np.ndar
     np.add.at(counts, (tile, end), -1)
 
 
-def ordered_tiles(tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bool [rows, columns] -> int32 counts [rows] and indices [rows, columns], true ones first."""
-    counts = tiles.sum(axis=1, dtype=np.int32)
-    rows, columns = np.nonzero(tiles)
-    order = np.zeros(tiles.shape, dtype=np.int32)  # what lies past a row's count is never read
-    order[rows, np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]] = columns
-    return counts, order
+def tile_kinds(tiles: Tiles) -> np.ndarray:
+    """Both kinds of tiles in one array, uint8 [rows, columns]: 0 not visited, 1 partial, 2 full."""
+    return tiles.partial.astype(np.uint8) + 2 * tiles.full.astype(np.uint8)
+
+
+def ordered_tiles(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Bool [rows, columns] -> int32 counts [rows] and indices [rows, columns], true ones first.
+
+    What lies past a row's count is never read. Asks the device nothing.
+    """
+    num_rows, num_columns = tiles.shape
+    place = torch.where(tiles, tiles.cumsum(1) - 1, num_columns)  # false ones: one place too many
+    columns = torch.arange(num_columns, dtype=torch.int32, device=tiles.device)
+    indices = columns.new_zeros(num_rows, num_columns + 1)
+    indices.scatter_(1, place, columns.expand(num_rows, -1))
+    return tiles.sum(1, dtype=torch.int32), indices[:, :-1].contiguous()
 
 
 def block_mask(
-    tile_arrays: tuple[Tensor, ...],
+    kinds: Tensor,
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     *,
     num_queries: int,
     num_keys: int,
 ) -> BlockMask:
-    """A BlockMask from the eight arrays of `tile_arrays`, all on the device."""
-    keys, key_tiles, full_keys, full_key_tiles, *by_key = (a[None, None] for a in tile_arrays)
+    """A BlockMask from `tile_kinds` on the device: keys by query tile, and queries by key tile.
+
+    The lists are made there: they are eight times as large as what they are made of.
+    """
+    partial, full = kinds == 1, kinds == 2
+    lists = [
+        array[None, None]
+        for tiles in (partial, full, partial.T, full.T)
+        for array in ordered_tiles(tiles)
+    ]
+    keys, key_tiles, full_keys, full_key_tiles, *by_key = lists
     queries, query_tiles, full_queries, full_query_tiles = by_key
     return BlockMask(
         seq_lengths=(num_queries, num_keys),
@@ -229,17 +247,6 @@ def block_mask(
         full_q_indices=full_query_tiles,
         BLOCK_SIZE=(TILE, TILE),
         mask_mod=mask_mod,
-    )
-
-
-def tile_arrays(tiles: Tiles) -> tuple[np.ndarray, ...]:
-    """The eight arrays of a BlockMask: for keys by query tile, then for queries by key tile."""
-    partial, full = tiles.partial, tiles.full
-    return (
-        *ordered_tiles(partial),
-        *ordered_tiles(full),
-        *ordered_tiles(partial.T),
-        *ordered_tiles(full.T),
     )
 
 

@@ -17,7 +17,7 @@ from dflash_ddp.drafter.attention import (
     dense_mask,
     find_tiles,
     mask_function,
-    tile_arrays,
+    tile_kinds,
 )
 from dflash_ddp.drafter.blocks import Blocks
 from dflash_ddp.drafter.loss import Rows
@@ -30,14 +30,14 @@ class HostInputs:
 
     Attributes:
         arrays: name -> array; see `Inputs` for names and shapes.
-        tiles: kind of layer -> the eight arrays of its BlockMask; empty for dense attention.
+        tiles: kind of layer -> `tile_kinds` of its mask; empty for dense attention.
         num_chunks: loss chunks that hold a supervised slot.
         weight_sum: sum of position weights.
         num_tokens: real tokens of the packed batch.
     """
 
     arrays: dict[str, np.ndarray]
-    tiles: dict[str, tuple[np.ndarray, ...]]
+    tiles: dict[str, np.ndarray]
     num_chunks: int
     weight_sum: float
     num_tokens: int
@@ -48,7 +48,7 @@ class Inputs:
     """One microbatch on the device.
 
     Attributes:
-        token_ids_X: int64 [N + 1], the anchors' tokens and the mask token; in host memory.
+        token_ids_X: int64 [N + 1], the anchors' tokens and the mask token.
         positions_T: int32 [S + Q], positions inside documents of context and slots.
         rows: the supervised slots, for the loss.
         supervised_NB: bool [N, B-1], slots 1..B-1 that carry a label.
@@ -106,7 +106,7 @@ def host_inputs(
     }
     sizes = {"context_length": context_length, "group": shape.group}
     tiles = {
-        kind: tile_arrays(find_tiles(blocks, rule=shape.mask_rule(kind), **sizes))
+        kind: tile_kinds(find_tiles(blocks, rule=shape.mask_rule(kind), **sizes))
         for kind in (dict.fromkeys(shape.layer_types) if flex else {})
     }
     num_chunks = -(-len(slots_R) // chunk_rows)
@@ -115,9 +115,7 @@ def host_inputs(
 
 def to_device(host: HostInputs, shape: DrafterShape, device: torch.device) -> Inputs:
     """Copy to the device without waiting and build the masks there."""
-    arrays = dict(host.arrays)
-    token_ids_X = torch.from_numpy(arrays.pop("token_ids_X"))
-    on = {name: _copy(array, device) for name, array in arrays.items()}
+    on = {name: _copy(array, device) for name, array in host.arrays.items()}
     num_blocks = len(on["anchors_N"])
     num_queries, num_keys = num_blocks * shape.block_size, len(on["positions_T"])
     masks: dict[str, BlockMask | Tensor] = {}
@@ -127,24 +125,19 @@ def to_device(host: HostInputs, shape: DrafterShape, device: torch.device) -> In
         if kind in host.tiles:
             size["group"] = shape.group
             mask_mod = mask_function(on["anchors_N"], on["starts_N"], rule=rule, **size)
-            tiles = tuple(_copy(array, device) for array in host.tiles[kind])
-            num_rows = num_queries * shape.group
-            masks[kind] = block_mask(tiles, mask_mod, num_queries=num_rows, num_keys=num_keys)
+            kinds, num_rows = _copy(host.tiles[kind], device), num_queries * shape.group
+            masks[kind] = block_mask(kinds, mask_mod, num_queries=num_rows, num_keys=num_keys)
         else:
             masks[kind] = dense_mask(on["anchors_N"], on["starts_N"], rule=rule, **size)
     rows = Rows(
         on["slots_P"], on["labels_P"], on["weights_P"], host.num_chunks, shape.block_size - 1
     )
-    return Inputs(token_ids_X, on["positions_T"], rows, on["supervised_NB"], masks)
+    return Inputs(on["token_ids_X"], on["positions_T"], rows, on["supervised_NB"], masks)
 
 
 def _copy(array: np.ndarray, device: torch.device) -> Tensor:
-    return copy_to(torch.from_numpy(np.ascontiguousarray(array)), device)
-
-
-def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`; from host memory to a GPU without waiting."""
-    if tensor.device == device or device.type == "cpu":
-        return tensor.to(device)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cpu":
+        return tensor
     # Pinned memory comes from a caching allocator that waits for the copy before re-use.
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils.checkpoint import checkpoint
 
 from dflash_ddp.drafter.attention import MaskRule, attend
 
@@ -139,11 +138,6 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """The product inside a SwiGLU."""
-    return F.silu(gate) * up
-
-
 class MLP(nn.Module):
     """SwiGLU."""
 
@@ -157,9 +151,7 @@ class MLP(nn.Module):
         """[.., H] -> [.., H]."""
         # Wide enough to be fast apart; merged, their gradients would have to be laid side by side.
         gate, up = linear(x, self.gate_proj.weight), linear(x, self.up_proj.weight)
-        # Compiled, it is not kept for backward: the kernel that differentiates it makes it again.
-        product = checkpoint(gated, gate, up, use_reentrant=False, preserve_rng_state=False)
-        return linear(product, self.down_proj.weight)
+        return linear(F.silu(gate) * up, self.down_proj.weight)
 
 
 class Layer(nn.Module):
@@ -240,6 +232,13 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(width, shape.rms_norm_eps)
         self.layers: Sequence[Layer] = nn.ModuleList([Layer(shape) for _ in shape.layer_types])  # type: ignore[assignment]
         self.norm = RMSNorm(width, shape.rms_norm_eps)
+
+    @classmethod
+    def empty(cls, shape: DrafterShape, device: torch.device | str = "cpu") -> "Drafter":
+        """Parameters without values, for those who fill them: PyTorch's own take as long as ours."""
+        with torch.device("meta"):
+            drafter = cls(shape)
+        return drafter.to_empty(device=device)
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:

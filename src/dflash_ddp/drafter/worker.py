@@ -43,7 +43,6 @@ from dflash_ddp.drafter.step import (
     compile_step,
     forward,
     forward_backward,
-    place_tables,
     resolve_recompute,
     without_gradient,
 )
@@ -66,8 +65,8 @@ def target_tables(run: Run, device: torch.device) -> Tables:
     """The target's tables in the drafter's compute dtype."""
     target, dtype = run.config.target, run.drafter_dtype
     if target.random_weights:
-        return place_tables(*random_tables(run.spec, dtype, device, run.config.seed))
-    return place_tables(*read_tables(target.path, target.revision, run.spec, dtype, device))
+        return Tables(*random_tables(run.spec, dtype, device, run.config.seed))
+    return Tables(*read_tables(target.path, target.revision, run.spec, dtype, device))
 
 
 class DrafterWorker:
@@ -80,7 +79,8 @@ class DrafterWorker:
         self.intake = Intake(run, features, self.ordinal)
         self.num_drafters = run.config.split.drafters
         device = world.device
-        self.model = Drafter(run.shape)
+        control.phase("build drafter")
+        self.model = Drafter.empty(run.shape)
         self.model.reset_parameters(run.config.seed)
         if run.config.drafter.init_from is not None and run.found.checkpoint is None:
             load_weights(self.model, Path(run.config.drafter.init_from))
@@ -142,6 +142,7 @@ class DrafterWorker:
         self.loss = compile_step(self.model, chunk_rows=chunk_rows, recompute=recompute)
         graphs = f"{self.run.shape} {self.run.drafter_dtype} {config.tokens_per_batch} "
         graphs += f"{config.drafter.num_anchors} {len(self.tables.head_VH)} {self.loss[:2]}"
+        self.control.phase("compile drafter")
         compile_now("the drafter", graphs, self._step_once)
         return self.loss
 

@@ -39,6 +39,7 @@ def read_sizes(
         widest=3 * spec.intermediate_size,
         hidden_size=spec.hidden_size,
         table_rows=spec.table_rows,
+        tied=spec.tied,
     )
 
 
