@@ -5,8 +5,8 @@ import json
 
 import pytest
 import torch
-from runs import run
 from targets import build_target
+from training import train
 
 from dflash_ddp.config import ConfigError
 from dflash_ddp.costs import GIB
@@ -26,7 +26,7 @@ def steps_seen(file) -> int:
 def test_the_first_rank_of_each_role_writes_a_trace_of_the_steps_asked_for(material):
     name = "profiled"
     more = ["split=1t1d", "profile.steps=[2,4]", "eval.every=0", "eval.at_start=false"]
-    ended = run(2, material.overrides(name, *more))
+    outcomes = train(2, material.overrides(name, *more))
     folder = material.output(name) / "profile"
     assert {file.name for file in folder.iterdir()} == {
         "target_rank0.json.gz",
@@ -34,8 +34,9 @@ def test_the_first_rank_of_each_role_writes_a_trace_of_the_steps_asked_for(mater
     }
     assert steps_seen(folder / "drafter_rank1.json.gz") == 2 * 2, "two steps of two layers"
     assert steps_seen(folder / "target_rank0.json.gz") >= 2
-    assert ended.output.count("by self_cpu_time_total") == 2
-    assert "aten::mm" in ended.output
+    output = "".join(outcome.output for outcome in outcomes)
+    assert output.count("by self_cpu_time_total") == 2
+    assert "aten::mm" in output
 
 
 def test_what_could_not_be_allocated_is_read_from_the_message():

@@ -70,7 +70,7 @@ def test_a_trace_in_another_thread_breaks_compiled_code(compiled):
 
 @pytest.mark.dist
 def test_a_trace_in_another_process_does_not(compiled):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     with tracing(context.Process, context.Event(), context.Event()):
         assert torch.equal(compiled(torch.ones(3)), torch.sin(torch.ones(3)) * 2)
 

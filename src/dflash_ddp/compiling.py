@@ -107,19 +107,20 @@ def compile_now(what: str, graphs: str, run: Callable[[], None]) -> None:
         graphs += f" cuda:{torch.cuda.current_device()}"
     key = hashlib.sha256(graphs.encode()).hexdigest()[:16]
     with _turn_to_compile(use_cache(), key):
+        empty = _cache_is_empty()
         try:
             run()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            read, _ = _cache_counts()
-            if read == before[0]:
+            if empty:
                 raise  # nothing came from the cache, so it is not to blame
-            logger.warning("compiled code from the cache fails (%s): compiling again", error)
+            logger.warning("with what the cache holds, this fails (%s): compiling again", error)
             folder = tempfile.mkdtemp(prefix="dflash_ddp-")
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
             os.environ["TRITON_CACHE_DIR"] = f"{folder}/triton"
             torch.compiler.reset()
+            before = _cache_counts()
             run()
     read, made = (after - b for after, b in zip(_cache_counts(), before, strict=True))
     logger.info(
@@ -137,6 +138,12 @@ def _cache_counts() -> tuple[int, int]:
     found = counters["inductor"]
     made = found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"]
     return found["fxgraph_cache_hit"], made
+
+
+def _cache_is_empty() -> bool:
+    """Whether all will be compiled here and now. Of what torch reads, it counts whole graphs alone."""
+    folders = (Path(os.environ[f"{name}_CACHE_DIR"]) for name in ("TORCHINDUCTOR", "TRITON"))
+    return not any(folder.is_dir() and any(folder.iterdir()) for folder in folders)
 
 
 @contextmanager

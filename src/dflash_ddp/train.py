@@ -9,6 +9,7 @@
 A run is two programs: target ranks stream context features, drafter ranks learn from them.
 """
 
+import gc
 import io
 import os
 import sys
@@ -157,6 +158,7 @@ def relaunch(config: Config) -> float | None:
 
 def run_rank(config: Config) -> None:
     """Be one rank of the run."""
+    gc.disable()  # imports leave no garbage, only ever more to look through for it
     from dflash_ddp.log import exit_on_error, setup_logging
     from dflash_ddp.world import plan_topology, read_launch, set_gpu_variables
 
@@ -184,6 +186,8 @@ def run_rank(config: Config) -> None:
         from dflash_ddp.stopping import listen
         from dflash_ddp.world import JobStore, close_world, init_world
 
+        gc.enable()
+        gc.freeze()  # nor is there any in them later: not in a step, not when the rank ends
         store = JobStore(launch)
         control = Control(store, launch, topology, heartbeat_timeout_s=config.heartbeat_timeout_s)
         handler.publish = partial(end_job, control, config)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from dflash_ddp.bench.__main__ import read_options
+from dflash_ddp.bench.__main__ import main, read_options
 from dflash_ddp.bench.drafter import bench_drafter, drafter_products
 from dflash_ddp.bench.stream import ideal_items_per_s
 from dflash_ddp.bench.target import TargetBench, target_products
@@ -17,11 +17,16 @@ from dflash_ddp.config import Recompute
 CPU = torch.device("cpu")
 
 
-def bench(*arguments):
-    command = [sys.executable, "-m", "dflash_ddp.bench", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture
+def bench(monkeypatch, capfd):
+    """The command, without a start of Python for what only starts others."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+        main()
+        return json.loads(capfd.readouterr().out.splitlines()[-1])
+
+    return run
 
 
 def test_what_cannot_be_run_is_said_with_what_can():
@@ -61,7 +66,7 @@ def test_target_captures_what_the_plain_call_returns():
     assert sum(often for *_, often in products) >= 5 * len(target.target.model.layers)
 
 
-def test_the_stream_keeps_the_slower_role_busy():
+def test_the_stream_keeps_the_slower_role_busy(bench):
     """A target of half speed among two: the others take over its share, and the drafter waits for nothing else.
 
     What share of the ideal rate idle cores reach is in docs/performance.md; a test machine may be busy.
@@ -75,7 +80,7 @@ def test_the_stream_keeps_the_slower_role_busy():
     assert fast > 1.5 * slow
 
 
-def test_a_lane_moves_bytes():
+def test_a_lane_moves_bytes(bench):
     row = bench("lane", "gib=0.01,0.02", "ctas=4,default", "repeats=2")
     assert [(lane["ctas"], lane["gib"]) for lane in row["lanes"]] == [
         *(("4", 0.01), ("4", 0.02)),
@@ -85,6 +90,10 @@ def test_a_lane_moves_bytes():
 
 
 def test_pipeline_trains_a_target_of_random_weights():
-    row = bench("pipeline", "steps=6", "parts=false", "target.compile=false", "loss.chunk_rows=64")
+    command = [sys.executable, "-m", "dflash_ddp.bench", "pipeline", "steps=6", "parts=false"]
+    command += ["target.compile=false", "loss.chunk_rows=64"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    row = json.loads(done.stdout.splitlines()[-1])
     assert row["tokens_per_s"] > 0
     assert row["last_loss"] < row["first_loss"]

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from runs import Running, assert_equal_state, rows, run, running, state
+from runs import Running, assert_equal_state, rows, running, state
+from training import train
 
 pytestmark = pytest.mark.dist
 
@@ -64,6 +65,6 @@ def test_an_agent_is_killed_all_end_and_going_on_gives_what_one_node_gives(mater
     text = "".join(end.output for end in ends)
     assert "going on from" in text
     assert "[rank 1 drafter]" in text, "each node ends with a drafter rank"
-    run(4, overrides(material, "one node"), limit_s=240)
+    train(4, overrides(material, "one node"), limit_s=240)
     assert rows(material.output("two nodes")) == rows(material.output("one node"))
     assert_equal_state(*(state(material.output(f"{n}"), STEPS) for n in ("two nodes", "one node")))

@@ -1,18 +1,23 @@
 """A run that was cut into pieces is the same run: weights, optimizer and metrics, bit for bit."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch._inductor.cpu_vec_isa
 from ranks import report
 from runs import assert_equal_state, rows, state
 from training import train
+
+from dflash_ddp.compiling import cache_directory
 
 pytestmark = pytest.mark.dist
 
 # 18 packed batches make an epoch, so step 9 is the end of the first.
 RUN = "batches_per_step=2 steps=12 eval.every=5 logging.every=4 checkpoint.every=1 checkpoint.keep_last=99".split()
+DRAFTER = 1
 ONE, TWO = (["split.targets=1", f"split.drafters={d}"] for d in (1, 2))
 
 
@@ -100,18 +105,25 @@ def test_each_change_is_named_and_a_changed_template_and_text_too(material, whol
     assert json.loads((whole[1] / "checkpoints/step_00000012/trainer.json").read_text())["step"] == 12
 
 
+def compile_for_no_vectors() -> None:
+    """Vector instructions take time: to try what there is, to read their headers. A cache of its own keeps them out."""
+    torch._inductor.cpu_vec_isa.valid_vec_isa_list = list
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_directory() / "no_vectors")
+
+
 def test_compiled_or_not_it_goes_on(material):
     """Compiled to the end, bit for bit; with the compiler switched on half-way, within rounding."""
+    quick = {(DRAFTER, "connect", 1): compile_for_no_vectors}
     short = [*RUN, "steps=4", "eval.every=0", "eval.at_start=false", *ONE]
     compiled = [*short, "drafter.compile=true"]
-    train(2, material.overrides("compiled", *compiled))
+    train(2, material.overrides("compiled", *compiled), quick)
     for name, words in (("compiled again", compiled), ("compiled late", compiled)):
         source = "compiled"
         if name == "compiled late":
             source = "not compiled"
             train(2, material.overrides(source, *short))
         cut(material.output(source), 2, material.output(name))
-        train(2, material.overrides(name, *words))
+        train(2, material.overrides(name, *words), quick)
     whole = state(material.output("compiled"), 4)
     assert_equal_state(state(material.output("compiled again"), 4), whole)
     plain = state(material.output("not compiled"), 4)

@@ -1,7 +1,8 @@
 """The real command, end to end, with a tiny random target: what must not change a run, and how it ends.
 
 Batches have 256 tokens and blocks 4, so a run takes as long as its imports. Runs that several tests
-look at are made once.
+look at are made once; what is compared with a run of the command, or refused by its ranks alone, comes
+from ranks that are forked (`training`).
 """
 
 import json
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from material import STEPS, TOKENS_PER_BATCH, Material
+from ranks import report
 from runs import Ended, Running, all_rows, assert_equal_state, rows, run, running, state
 from targets import build_tokenizer
 from training import train
@@ -59,15 +61,16 @@ def test_a_run_may_start_from_the_drafter_of_another(material, one_target):
     assert f"{best['step']} optimizer steps" in card
     assert f"its walk is {best['heldout/walk_on_text']:.3f}" in card
     start = f"drafter.init_from={one_target / 'export'}"
-    run(2, material.overrides("warm", "split=1t1d", "steps=1", "optim.lr=1e-9", start))
+    train(2, material.overrides("warm", "split=1t1d", "steps=1", "optim.lr=1e-9", start))
     started = evaluated(material.output("warm"))[0]
     for row in (best, started):
         del row["step"], row["tokens"]
     assert started == best
-    refused = run(
-        2, material.overrides("refused", "split=1t1d", "drafter.block_size=5", start), code=None
+    refused = train(
+        2, material.overrides("refused", "split=1t1d", "drafter.block_size=5", start), check=False
     )
-    assert "block_size: 4 there, 5 here" in refused.output
+    assert all(outcome.exit_code for outcome in refused), report(refused)
+    assert "block_size: 4 there, 5 here" in refused[0].output, report(refused)
 
 
 def test_every_number_that_a_run_logs_is_in_the_glossary(one_target):
@@ -84,7 +87,7 @@ def test_every_number_that_a_run_logs_is_in_the_glossary(one_target):
 def test_who_computes_the_features_changes_no_digit(material, one_target, num_processes, split):
     one_process = ["split.targets=1", "split.drafters=1"] if num_processes == 1 else []
     name = f"{num_processes} processes"
-    run(num_processes, material.overrides(name, *split, *one_process))
+    train(num_processes, material.overrides(name, *split, *one_process))
     assert rows(material.output(name)) == rows(one_target)
     assert_equal_state(state(material.output(name), STEPS), state(one_target, STEPS))
 
@@ -148,13 +151,13 @@ def num_candidates(material: Material) -> list[int]:
 def two_drafters(uneven) -> Path:
     """Two drafter ranks, one microbatch each; rows do not fall on the checkpoint."""
     split = ["split.targets=1", "split.drafters=2", "logging.every=2"]
-    run(3, uneven.overrides("1t2d", *split))
+    train(3, uneven.overrides("1t2d", *split))
     return uneven.output("1t2d")
 
 
 def test_two_drafters_equal_one_with_two_microbatches(uneven, two_drafters):
     split = ["split=1t1d", "batches_per_step=2", "logging.every=2"]
-    run(2, uneven.overrides("1t1d uneven", *split))
+    train(2, uneven.overrides("1t1d uneven", *split))
     one = uneven.output("1t1d uneven")
     for step in (3, 6):
         for name, alone in state(one, step).items():
@@ -194,8 +197,8 @@ def assert_same_run(resumed: Path, whole: Path) -> None:
 
 def test_resume_is_bit_exact_also_with_other_targets(material, one_target):
     copy = forget_after(one_target, 3, material.output("resumed"))
-    ended = run(3, material.overrides("resumed", "split=2t1d"))
-    assert f"going on from {copy}/checkpoints/step_00000003" in ended.output
+    outcomes = train(3, material.overrides("resumed", "split=2t1d"))
+    assert f"going on from {copy}/checkpoints/step_00000003" in outcomes[0].output
     assert_same_run(copy, one_target)
 
 
@@ -206,13 +209,16 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_go_on_is_refused_and_leaves_the_run_alone(material, one_target, case):
-    overrides, expected = REFUSED[case]
+    words, expected = REFUSED[case]
     checkpoint = f"{one_target}/checkpoints/step_00000003"
     before = {p: p.read_bytes() for p in one_target.rglob("*") if p.is_file()}
-    chosen = [text.format(checkpoint) for text in overrides]
-    ended = run(2, material.overrides(one_target.name, "split=1t1d", *chosen), code=None)
+    chosen = [text.format(checkpoint) for text in words]
+    overrides = material.overrides(one_target.name, "split=1t1d", *chosen)
+    outcomes = train(2, overrides, check=False)
+    assert all(outcome.exit_code for outcome in outcomes), report(outcomes)
+    output = "".join(outcome.output for outcome in outcomes)
     for text in expected:
-        assert ended.output.count(text.format(checkpoint)) == 1, ended.output
+        assert output.count(text.format(checkpoint)) == 1, output
     assert {p: p.read_bytes() for p in one_target.rglob("*") if p.is_file()} == before
 
 
