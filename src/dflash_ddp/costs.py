@@ -264,6 +264,12 @@ LEVERS = {
         ("tokens_per_batch", 128),
     ),
     "target": (("target.row_tokens", 128), ("tokens_per_batch", 128)),
+    "colocated": (
+        ("loss.chunk_rows", 256),
+        ("target.row_tokens", 128),
+        ("drafter.num_anchors", 16),
+        ("tokens_per_batch", 128),
+    ),
 }
 
 

@@ -85,18 +85,17 @@ def _text(name: str, path: str) -> Callable[[Config], str]:
 
 def _memory(config: Config) -> str:
     facts = read_facts(config)
-    parts = facts.target_memory(), facts.drafter_memory()
-    target, drafter = (sum(part.values()) for part in parts)
-    needed = max(target, drafter)
+    target, drafter = facts.rank_memory("target"), facts.rank_memory("drafter")
+    role = "target" if target > drafter else "drafter"
     if config.split.colocated:
-        needed = costs.colocated_memory(*parts, config.split.depth)
+        role = "colocated"
+    needed = facts.rank_memory(role)
     text = f"target rank {target / GIB:.1f} GiB, drafter rank {drafter / GIB:.1f} GiB in bf16"
     if device_type(config.device) == "cpu" or not torch.cuda.is_available():
         return f"memory: {text}; no GPU to compare with"
     local, gpus = config.world_size, torch.cuda.device_count()
     available = torch.cuda.mem_get_info(0)[1]
     if needed > available * (1 - costs.RESERVE):
-        role = "target" if target == needed else "drafter"
         excess = needed - available * (1 - costs.RESERVE)
         advice = "\n".join(facts.memory_advice(role, excess))
         raise ConfigError(f"memory: {text}, but a GPU has {available / GIB:.0f} GiB:\n{advice}")

@@ -47,12 +47,21 @@ class Facts:
             tied=self.spec.tied,
         )
 
+    def rank_memory(self, role: str, config: Config | None = None) -> int:
+        """Bytes of a "target", "drafter" or "colocated" rank."""
+        config = config or self.config
+        target, drafter = self.target_memory(config), self.drafter_memory(config)
+        if role == "colocated":
+            return costs.colocated_memory(target, drafter, config.split.depth)
+        return sum((target if role == "target" else drafter).values())
+
     def memory_advice(self, role: str, num_bytes: float) -> list[str]:
-        """What to lower so that a rank needs so many bytes less; a colocated one is a drafter here."""
-        role = "target" if role == "target" else "drafter"
-        parts = self.target_memory if role == "target" else self.drafter_memory
+        """What to lower so that a rank of this role needs so many bytes less."""
         return costs.memory_advice(
-            lambda config: sum(parts(config).values()), costs.LEVERS[role], self.config, num_bytes
+            lambda config: self.rank_memory(role, config),
+            costs.LEVERS[role],
+            self.config,
+            num_bytes,
         )
 
 

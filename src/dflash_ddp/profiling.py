@@ -68,8 +68,11 @@ class StepProfiler:
 def out_of_memory(config: Config, role: str, rank: int, error: torch.OutOfMemoryError) -> str:
     """Write a snapshot of the GPU's memory, and say what to lower, to what, and what that saves."""
     file = Path(config.output_dir) / FOLDER / f"memory_rank{rank}.pickle"
+    advice = read_facts(config).memory_advice(role, wanted_bytes(error))
     lines = [f"rank {rank} ({role}) has no memory left; any of these would help:"]
-    lines += [f"  {line}" for line in read_facts(config).memory_advice(role, wanted_bytes(error))]
+    lines += [
+        f"  {line}" for line in advice or ["a GPU with more memory: no setting is left to lower"]
+    ]
     if torch.cuda.is_available():
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(file))
