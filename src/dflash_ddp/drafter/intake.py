@@ -6,6 +6,8 @@ from torch import Tensor
 
 from dflash_ddp.batch import PackedBatch
 from dflash_ddp.channel import Received
+from dflash_ddp.drafter.blocks import decay_gamma, make_blocks, sample_anchors
+from dflash_ddp.drafter.inputs import HostInputs, host_inputs
 from dflash_ddp.schedule import Kind
 from dflash_ddp.startup import Run
 
@@ -65,3 +67,22 @@ class Intake:
     def tensor(self, received: Received) -> Tensor:
         """Its context features [S, C] in the drafter's compute dtype."""
         return self._run.slot_features(received.slot).to(self._run.drafter_dtype)
+
+    def host_inputs(self, batch: PackedBatch, chunk_rows: int) -> HostInputs:
+        """What a training step takes of a batch: blocks at its anchors, in loss chunks of `chunk_rows`."""
+        config = self._run.config
+        blocks = make_blocks(
+            batch,
+            sample_anchors(batch, config.drafter.num_anchors, seed=config.seed),
+            num_anchors=config.drafter.num_anchors,
+            block_size=config.drafter.block_size,
+            gamma=decay_gamma(config.loss, config.drafter.block_size),
+        )
+        return host_inputs(
+            batch,
+            blocks,
+            self._run.shape,
+            context_length=config.tokens_per_batch,
+            chunk_rows=chunk_rows,
+            flex=self._run.device == "cuda",
+        )

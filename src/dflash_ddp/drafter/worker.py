@@ -15,16 +15,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dflash_ddp.accept import AcceptTally
-from dflash_ddp.batch import PackedBatch
 from dflash_ddp.checkpoint import TrainerState, load_tensors, read_state
 from dflash_ddp.compiling import compile_now, require_compiler
 from dflash_ddp.config import Export, PositionWeight
 from dflash_ddp.control import Control
 from dflash_ddp.costs import find_gpu
 from dflash_ddp.drafter.badsteps import BadSteps
-from dflash_ddp.drafter.blocks import decay_gamma, make_blocks, sample_anchors
 from dflash_ddp.drafter.heldout import tally_batch
-from dflash_ddp.drafter.inputs import HostInputs, host_inputs, to_device
+from dflash_ddp.drafter.inputs import to_device
 from dflash_ddp.drafter.intake import Features, Intake
 from dflash_ddp.drafter.loss import even_chunk_rows
 from dflash_ddp.drafter.metrics import microbatch_sums
@@ -149,7 +147,8 @@ class DrafterWorker:
     def _step_once(self) -> None:
         """Forward with and without gradients, and backward, as training and evaluation run them."""
         run, device = self.run, self.world.device
-        host = self._host_inputs(run.load(StreamItem(0, Kind.TRAIN, 0, 0, 0)))
+        batch = run.load(StreamItem(0, Kind.TRAIN, 0, 0, 0))
+        host = self.intake.host_inputs(batch, self.loss.chunk_rows)
         inputs = to_device(host, run.shape, device)
         size = (run.config.tokens_per_batch, run.feature_width)
         features_SC = torch.zeros(size, dtype=run.drafter_dtype, device=device)
@@ -234,31 +233,12 @@ class DrafterWorker:
         due = step % config.logging.every == 0 or step == config.steps
         return due or step in self.run.schedule.eval_steps
 
-    def _host_inputs(self, batch: PackedBatch) -> HostInputs:
-        config = self.run.config
-        anchors = sample_anchors(batch, config.drafter.num_anchors, seed=config.seed)
-        blocks = make_blocks(
-            batch,
-            anchors,
-            num_anchors=config.drafter.num_anchors,
-            block_size=config.drafter.block_size,
-            gamma=decay_gamma(config.loss, config.drafter.block_size),
-        )
-        return host_inputs(
-            batch,
-            blocks,
-            self.run.shape,
-            context_length=config.tokens_per_batch,
-            chunk_rows=self.loss.chunk_rows,
-            flex=self.world.device.type == "cuda",
-        )
-
     def _step(self, step: int) -> float:
         """One optimizer step; the learning rate used."""
         config = self.run.config
         assert config.steps is not None
         taken = [self.intake.next(Kind.TRAIN) for _ in range(config.microbatches)]
-        hosts = [self._host_inputs(batch) for _, batch in taken]
+        hosts = [self.intake.host_inputs(batch, self.loss.chunk_rows) for _, batch in taken]
         scale = self._scale(sum(host.weight_sum for host in hosts))
         losses = []
         for i, ((item, batch), host) in enumerate(zip(taken, hosts, strict=True)):
