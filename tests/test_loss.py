@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drafters import inputs_for, table, tiny_batch, tiny_shape
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dflash_ddp.drafter.loss as loss_module
 from dflash_ddp.config import Recompute
@@ -178,6 +179,36 @@ def test_the_configured_recomputation_is_the_one_that_happens(recompute, monkeyp
         Recompute.in_forward: ([], [], []),
     }
     assert (flags, in_forward, in_backward) == expected[recompute]
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most rows of logits: of a result as wide as the head is long, but the head."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.vocabulary, self.head, self.rows = len(head), head.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if not isinstance(tensor, torch.Tensor) or tensor.shape[-1:] != (self.vocabulary,):
+                continue
+            if tensor.untyped_storage().data_ptr() != self.head:
+                self.rows = max(self.rows, tensor.numel() // self.vocabulary)
+        return result
+
+
+@pytest.mark.parametrize("recompute", FORMS)
+@pytest.mark.parametrize("chunk_rows", [4, 45])
+def test_logits_exist_for_a_chunk_at_a_time(recompute, chunk_rows):
+    """In forward and in backward; the one chunk of 45 rows proves that more would be seen."""
+    _, inputs, hidden = setup(chunk_rows=chunk_rows)
+    head = table(SHAPE)[:41]  # a vocabulary that is no other size here
+    rows = inputs.rows._replace(labels_P=inputs.rows.labels_P % 41)
+    with Largest(head) as seen:
+        loss = summed_loss(hidden, head, rows, chunk_rows=chunk_rows, recompute=recompute)
+        loss.loss_sum.backward()
+    assert seen.rows == chunk_rows
 
 
 def test_metrics_are_ratios_of_global_sums():

@@ -282,6 +282,11 @@ def test_signal_to_the_launcher_saves_and_finishes_wandb(material):
     assert str(last_row["train/loss"]).encode() in log.read_bytes()
     assert "finishing run" in (log.parent / "logs" / "debug.log").read_text()
     assert not (output / "failure.json").exists()
+    # The second part of an offline run bears the same id: synced in order, they are one run.
+    events = {(1, "train step", 2): signal.SIGTERM}
+    train(3, endless(material, "terminated", "logging=offline"), events, pace_s=0.1)
+    parts = sorted(output.glob("wandb/offline-run-*/run-*.wandb"))
+    assert [part.stem for part in parts] == [log.stem] * 2
 
 
 def test_torchrun_starts_killed_ranks_anew_and_the_run_goes_on(material):

@@ -180,3 +180,27 @@ def test_logits_are_turned_into_their_gradient_in_place():
     assert (found_losses.double() - losses).abs().max() < 1e-4
     assert (found.double() - exact.grad).abs().max() <= 2**-8
     assert torch.allclose(found.double(), exact.grad, rtol=1e-2, atol=1e-9)
+
+
+def test_memory_is_the_same_for_any_lengths():
+    """50 packed batches of other documents: the peak of a step does not move."""
+    torch.compiler.reset()
+    model = tiny_drafter(SHAPE).to(GPU)
+    loss = compile_step(model, chunk_rows=64, recompute=Recompute.in_forward)
+    tables = Tables(*(table(SHAPE, seed=s).to(GPU, torch.bfloat16) for s in (0, 5)))
+    features = random_context(512, SHAPE).to(GPU, torch.bfloat16)
+    scale = torch.tensor(0.01, device=GPU)
+    peaks = []
+    for seed in range(50):
+        generator = np.random.default_rng(seed)
+        shares = generator.dirichlet(np.ones(3))
+        lengths = tuple(8 + n for n in generator.multinomial(480, shares).tolist())
+        batch = tiny_batch(lengths, seed=seed, prompt=3)
+        sizes = {"num_anchors": 24, "context_length": 512, "chunk_rows": 64}
+        torch.cuda.reset_peak_memory_stats()
+        _, inputs = inputs_for(batch, SHAPE, device=GPU, flex=True, **sizes)
+        forward_backward(model, tables, features, inputs, scale=scale, loss=loss)
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert max(peaks[1:]) - min(peaks[1:]) < 2**20
