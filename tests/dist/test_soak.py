@@ -56,7 +56,8 @@ def soak(material, kills: int) -> dict[str, int]:
                 found["kills"] += 1
                 found["in training"] += (folder / "checkpoints").exists()
                 found["in a save"] += any((folder / "checkpoints").glob(".tmp-*"))
-                assert max(o.ended_at for o in outcomes) - min(o.ended_at for o in outcomes) < 10
+                ended = [outcome.ended_at for outcome in outcomes]
+                assert max(ended) - min(ended) < 10, report(outcomes)
             else:  # the kill came too late: the machine is faster than when it was timed
                 seconds = min(seconds, *(outcome.ended_s for outcome in outcomes))
             assert found["starts"] < 8 * kills + 20, report(outcomes)
