@@ -29,6 +29,9 @@ import torch.distributed as dist
 # A store asks for the name of each new client; where no name server answers, that takes 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+# The fork server of Python 3.11 does not learn this process's sys.path, and would preload nothing without a word.
+_path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+os.environ["PYTHONPATH"] = os.pathsep.join(_path)
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "training"])
 
@@ -75,6 +78,8 @@ def run_ranks(
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
+    if cache := os.environ.get("XDG_CACHE_HOME"):  # the fork server knows what was set at its start
+        env["XDG_CACHE_HOME"] = cache
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             _context.Process(target=_child, args=(function, rank, args, env, folder), daemon=True)
@@ -91,6 +96,11 @@ def run_ranks(
     if check and not all(outcome.exit_code == 0 for outcome in outcomes):
         raise AssertionError(report(outcomes))
     return outcomes
+
+
+def is_preloaded(_rank: int, module: str) -> bool:
+    """Whether a rank finds a module that the fork server has imported."""
+    return module in sys.modules
 
 
 def report(outcomes: list[Outcome]) -> str:

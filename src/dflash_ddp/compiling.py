@@ -6,6 +6,7 @@ thread alone; `require_main_thread` keeps it so.
 """
 
 import fcntl
+import gc
 import hashlib
 import logging
 import os
@@ -107,7 +108,7 @@ def compile_now(what: str, graphs: str, run: Callable[[], None]) -> None:
         graphs += f" cuda:{torch.cuda.current_device()}"
     key = hashlib.sha256(graphs.encode()).hexdigest()[:16]
     with _turn_to_compile(use_cache(), key):
-        empty = _cache_is_empty()
+        failed, empty = None, _cache_is_empty()
         try:
             run()
         except torch.OutOfMemoryError:
@@ -115,11 +116,14 @@ def compile_now(what: str, graphs: str, run: Callable[[], None]) -> None:
         except Exception as error:
             if empty:
                 raise  # nothing came from the cache, so it is not to blame
-            logger.warning("with what the cache holds, this fails (%s): compiling again", error)
+            failed = str(error)  # not the error: its trace holds what the first try had on the GPU
+        if failed is not None:
+            logger.warning("with what the cache holds, this fails (%s): compiling again", failed)
             folder = tempfile.mkdtemp(prefix="dflash_ddp-")
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
             os.environ["TRITON_CACHE_DIR"] = f"{folder}/triton"
             torch.compiler.reset()
+            gc.collect()
             before = _cache_counts()
             run()
     read, made = (after - b for after, b in zip(_cache_counts(), before, strict=True))

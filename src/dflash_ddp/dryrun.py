@@ -91,6 +91,8 @@ def _memory(config: Config) -> str:
         role = "colocated"
     needed = facts.rank_memory(role)
     text = f"target rank {target / GIB:.1f} GiB, drafter rank {drafter / GIB:.1f} GiB in bf16"
+    if role == "colocated":
+        text = f"a rank with both roles {needed / GIB:.1f} GiB in bf16"
     if device_type(config.device) == "cpu" or not torch.cuda.is_available():
         return f"memory: {text}; no GPU to compare with"
     local, gpus = config.world_size, torch.cuda.device_count()

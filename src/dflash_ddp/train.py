@@ -172,10 +172,14 @@ def run_rank(config: Config) -> None:
             world_size=launch.world_size,
             local_world_size=launch.local_world_size,
         )
+    except ValueError as error:
+        refuse(error)
+    too_few_gpus: ConfigError | None = None
+    try:
         if config.device is not Device.cpu:  # before anything asks for GPUs, which wakes the driver
             set_gpu_variables(launch, share_gpu=config.split.share_gpu)
-    except (ConfigError, ValueError) as error:
-        refuse(error)
+    except ConfigError as error:
+        too_few_gpus = error  # other nodes shall hear of it, once they can
     setup_logging(
         rank=launch.rank, role=topology.role(launch.rank), verbose=topology.speaks(launch.rank)
     )
@@ -191,6 +195,11 @@ def run_rank(config: Config) -> None:
         store = JobStore(launch)
         control = Control(store, launch, topology, heartbeat_timeout_s=config.heartbeat_timeout_s)
         handler.publish = partial(end_job, control, config)
+        if too_few_gpus is not None:
+            time.sleep(
+                RANK_0_FIRST_S if launch.local_rank else 0
+            )  # one of the node's ranks says it
+            raise too_few_gpus
         device = device_type(config.device)
         run = prepare_run(config, launch, control)
         control.failure_folder = run.folder

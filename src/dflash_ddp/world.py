@@ -221,8 +221,7 @@ def init_world(
     On GPUs call `set_gpu_variables` first.
 
     Args:
-        topology: the plan, equal on all ranks.
-        launch: this process.
+        topology, launch: the plan, equal on all ranks, and this process.
         store: the job's store; torch gets a client of its own.
         device_type: "cuda" (NCCL, and gloo for tensors in host memory) or "cpu" (gloo).
         share_gpu: several ranks may use one GPU. For tests: NCCL then takes slow sockets.
@@ -286,7 +285,9 @@ def set_gpu_variables(launch: Launch, *, share_gpu: bool = False) -> None:
     Raises:
         ConfigError: more local ranks than GPUs.
     """
-    num_gpus = torch.cuda.device_count()  # asks the driver's management library: wakes no GPU
+    num_gpus = (
+        torch.cuda.device_count()
+    )  # by the management library, where there is one: wakes no GPU
     if num_gpus and not share_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu(launch, num_gpus)
     wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000"}
@@ -310,7 +311,8 @@ def own_gpu(launch: Launch, num_gpus: int, env: Mapping[str, str] = os.environ) 
     if launch.local_world_size > num_gpus:
         raise ConfigError(
             f"{launch.local_world_size} ranks on this node, but {num_gpus} GPUs are visible: start "
-            f"fewer (--nproc_per_node), or device=cpu; split.share_gpu=true is for tests"
+            f"fewer (--nproc_per_node), show each process all GPUs of the node if a launcher hides "
+            f"them, or device=cpu; split.share_gpu=true is for tests"
         )
     visible = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return visible[launch.local_rank].strip() if visible != [""] else str(launch.local_rank)
@@ -318,13 +320,16 @@ def own_gpu(launch: Launch, num_gpus: int, env: Mapping[str, str] = os.environ) 
 
 def _bind_gpu(launch: Launch, share_gpu: bool) -> torch.device:
     """Choose this rank's GPU; without `share_gpu` it sees one only."""
+    torch.cuda.init()
+    seen = torch._C._cuda_getDeviceCount()  # by the driver; torch.cuda's reads the environment
+    if seen > 1 and not share_gpu:
+        logger.warning("CUDA was awake too early: this rank sees %d GPUs, and compiles alone", seen)
     if launch.rank == 0 and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         logger.warning(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 puts transfers and compute into one queue of the GPU: "
             "nothing waits for ever, but transfers wait for compute; unset it (32 is used then)"
         )
-    index = launch.local_rank % torch.cuda.device_count() if share_gpu else 0
-    device = torch.device("cuda", index)
+    device = torch.device("cuda", launch.local_rank % seen)
     torch.cuda.set_device(device)
     return device
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Outcome, report, run_ranks
+from ranks import Outcome, is_preloaded, report, run_ranks
 
 from dflash_ddp.control import Control
 from dflash_ddp.log import exit_on_error, setup_logging
@@ -201,6 +201,12 @@ def one_process(rank: int) -> tuple:
 @pytest.mark.dist
 def test_one_process_without_torchrun():
     assert run_ranks(one_process, 1)[0].value == ({}, 0, 1)
+
+
+
+def test_ranks_start_with_the_package_imported():
+    """Else each would import it for itself, for seconds, in every test here."""
+    assert [outcome.value for outcome in run_ranks(is_preloaded, 2, "training")] == [True, True]
 
 
 def test_error_without_peers_is_printed_and_exits_with_1(caplog):

@@ -10,11 +10,14 @@ import shutil
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import Outcome, report, run_ranks
 from runs import assert_equal_state, rows, state
 from training import compose_config, train, train_rank
+
+from dflash_ddp.control import Control
 
 pytestmark = pytest.mark.dist
 
@@ -24,11 +27,20 @@ PACE_S = 0.03  # a step at least
 
 
 def killed_rank(rank: int, config: object, victim: int, after_s: float) -> None:
-    """A rank of a run in which one process, or all at once (-1), is killed after some seconds."""
-    if victim in (rank, -1):
-        timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL))
-        timer.daemon = True
-        timer.start()
+    """A rank of a run in which one process, or all at once (-1), is killed after some seconds.
+
+    They count from where the others know of it: who dies before is torchrun's to find, not theirs.
+    """
+    join = Control.__init__
+
+    def joined(self: Control, *args: Any, **options: Any) -> None:
+        join(self, *args, **options)
+        if victim in (rank, -1):
+            timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
+
+    Control.__init__ = joined
     train_rank(rank, config, {}, PACE_S)
 
 

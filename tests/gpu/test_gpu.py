@@ -204,3 +204,27 @@ def test_memory_is_the_same_for_any_lengths():
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated())
     assert max(peaks[1:]) - min(peaks[1:]) < 2**20
+
+
+def test_few_rows_are_no_other_kernel():
+    """64 rows in bf16 at head width 128: within bf16 of float64, and nothing beside them is touched."""
+    torch.compiler.reset()
+    blocks, inputs = inputs_for(
+        tiny_batch((64, 64), prompt=3),
+        SHAPE,
+        num_anchors=2,
+        context_length=128,
+        device=GPU,
+        flex=True,
+    )
+    generator = torch.Generator(device=GPU).manual_seed(0)
+    sizes = ((4, 32, 128), (2, 160, 128), (2, 160, 128))
+    parts = [torch.randn(s, device=GPU, generator=generator, dtype=torch.bfloat16) for s in sizes]
+    anchors, starts = (torch.from_numpy(x).to(GPU) for x in (blocks.anchors_N, blocks.starts_N))
+    for kind in (SLIDING, FULL):
+        mask = dense_mask(
+            anchors, starts, context_length=128, block_size=16, rule=SHAPE.mask_rule(kind)
+        )
+        expected = float64_attention(*(part.double() for part in parts), mask)
+        out = attend(*parts, inputs.masks[kind], num_blocks=2)
+        assert (out.double() - expected).abs().max() <= 2e-2 * expected.abs().max()

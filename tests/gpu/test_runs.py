@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,9 +25,10 @@ from dflash_ddp.profiling import FOLDER
 
 DEVICE = os.environ.get("DFLASH_TEST_DEVICE", "cuda")
 CUDA = DEVICE == "cuda"
+# Ranks import this file before they choose a GPU: nothing here may wake CUDA, as is_available does.
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(CUDA and not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(CUDA and not torch.cuda.device_count(), reason="needs a CUDA device"),
 ]
 needs_two = pytest.mark.skipif(
     CUDA and torch.cuda.device_count() < 2, reason="needs two CUDA devices"
@@ -76,11 +78,12 @@ def assert_same_losses(folder, other) -> None:
 
 
 def used_memory() -> int:
-    """MiB in use on the first GPU, by whomever."""
+    """MiB in use on all GPUs, by whomever."""
     if not CUDA:
         return 0
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
-    return int(subprocess.run(query, check=True, capture_output=True, text=True).stdout)
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(query, check=True, capture_output=True, text=True).stdout
+    return sum(map(int, answer.split()))
 
 
 def assert_memory_is_back(before: int) -> None:
@@ -94,7 +97,9 @@ def assert_memory_is_back(before: int) -> None:
 def test_a_colocated_run_traces_and_saves_without_a_stall(whole):
     folder, output = whole
     assert (folder / FOLDER / "colocated_rank0.json.gz").is_file()
-    assert "training stood still for 0.0" in output
+    stalls = [float(s) for s in re.findall(r"training stood still for ([\d.]+) s", output)]
+    assert len(stalls) == 2
+    assert max(stalls) < 0.2
     assert f"dev: steps={STEPS} " in output
 
 
@@ -113,8 +118,12 @@ def test_two_gpus_give_the_same_losses(material, whole):
 def test_a_second_start_compiles_nothing(material, whole):
     (outcome,) = train(material, 1, "gpu again", *COLOCATED)
     if CUDA:
-        assert "compiled code of the drafter: cache hit" in outcome.output
-        assert "compiled code of the target: cache hit" in outcome.output
+        for role in ("target", "drafter"):
+            words = rf"compiled code of the {role}: cache (\w+), (\d+) graphs read, (\d+) compiled"
+            (first,), (second,) = (re.findall(words, text) for text in (whole[1], outcome.output))
+            assert first[0] == "miss"
+            assert (second[0], second[2]) == ("hit", "0")
+            assert int(second[1]) > 0
     assert_same_losses(material.output("gpu again"), whole[0])
 
 
@@ -132,9 +141,13 @@ def test_ranks_of_two_gpus_share_what_one_compiles(material, tmp_path):
     events |= {(rank, "connect", 1): partial(use_cache, str(tmp_path)) for rank in (0, 1)}
     split = ["split=colocated", "split.targets=2", "split.drafters=2", "batches_per_step=2"]
     outcomes = train(material, 2, "gpu pair", *split, events=events)
-    made = [o.output.partition("graphs read and compiled: (")[2].split(")")[0] for o in outcomes]
-    if CUDA:
-        assert sorted(int(pair.split(", ")[1]) == 0 for pair in made) == [False, True], made
+    words = r"graphs read and compiled: \((\d+), (\d+)\)"
+    pairs = [re.findall(words, o.output)[0] for o in outcomes]
+    if CUDA:  # whoever came first to a role's code; what one has compiled the other reads
+        (read, made), (other_read, other_made) = (map(int, pair) for pair in pairs)
+        assert made + other_made > 0
+        assert read >= other_made, pairs
+        assert other_read >= made, pairs
 
 
 def test_a_signal_saves_and_the_run_goes_on(material, whole):

@@ -272,6 +272,10 @@ _KERNEL_OPTIONS: Any = {
 }
 
 
+# For fewer than 128 rows flex attention has a kernel for decoding, whose bounds do not know our tiles.
+_ONE_KERNEL: Any = {"FORCE_USE_FLEX_ATTENTION": True}
+
+
 def packed(q_AQD: Tensor, *, group: int, num_blocks: int) -> Tensor:
     """Queries of heads that share a key head as rows of one head: [A, N * B, D] -> [G, N * A/G * B, D]."""
     blocks = q_AQD.unflatten(0, (-1, group)).unflatten(2, (num_blocks, -1))
@@ -299,7 +303,7 @@ def attend(
     q, k, v = q_AQD[None], k_GTD[None], v_GTD[None]
     if isinstance(mask, BlockMask):
         measured = q.shape[-1] == 128 and q.dtype == torch.bfloat16  # fp32 tiles would not fit
-        options = _KERNEL_OPTIONS if measured else None
+        options = (_KERNEL_OPTIONS if measured else {}) | _ONE_KERNEL
         sizes = {"group": len(q_AQD) // len(k_GTD), "num_blocks": num_blocks}
         rows = packed(q_AQD, **sizes)[None]
         out = _compiled_flex_attention(rows, k, v, block_mask=mask, kernel_options=options)

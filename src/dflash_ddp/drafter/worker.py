@@ -153,6 +153,7 @@ class DrafterWorker:
         size = (run.config.tokens_per_batch, run.feature_width)
         features_SC = torch.zeros(size, dtype=run.drafter_dtype, device=device)
         scale = torch.ones((), device=device)
+        self.model.zero_grad(set_to_none=True)  # of an earlier try
         forward_backward(self.model, self.tables, features_SC, inputs, scale=scale, loss=self.loss)
         self.model.zero_grad(set_to_none=True)
         if run.heldout is not None:
