@@ -85,8 +85,28 @@ class Mover:
         return LaneError(f"lane to {self._world.topology.describe(peer)} broke: {what}")
 
 
+Mark = torch.cuda.Event | float
+"""A point of the current CUDA stream; on a CPU, where calls return when done, of time."""
+
+
+def mark(world: World) -> Mark:
+    """Mark this point."""
+    if world.device.type != "cuda":
+        return time.monotonic()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Mark, end: Mark) -> float:
+    """Seconds of the device between two marks that it has passed."""
+    if isinstance(begin, float) or isinstance(end, float):
+        return float(end) - float(begin)  # type: ignore[arg-type]
+    return begin.elapsed_time(end) / 1e3
+
+
 class IdleClock:
-    """Seconds that the rank's device stood idle between `begin` and `end`, summed; on a CPU, seconds.
+    """Seconds that the rank's device stood idle between `begin` and `end`, summed.
 
     On a GPU the host runs ahead: it may wait for a slot while the GPU has work for seconds. So two
     marks are put into the stream; the second follows the first at once if work was still queued.
@@ -94,32 +114,23 @@ class IdleClock:
 
     def __init__(self, world: World) -> None:
         """Nothing has been waited for."""
-        self._cuda, self._seconds = world.device.type == "cuda", 0.0
-        self._start: torch.cuda.Event | float = 0.0
-        self._flying: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._world, self._seconds = world, 0.0
+        self._start: Mark = 0.0
+        self._flying: deque[tuple[Mark, Mark]] = deque()
 
     def begin(self) -> None:
         """The wait begins."""
-        self._start = self._mark() if self._cuda else time.monotonic()
+        self._start = mark(self._world)
 
     def end(self) -> None:
         """The wait is over."""
-        if isinstance(self._start, float):
-            self._seconds += time.monotonic() - self._start
-        else:
-            self._flying.append((self._start, self._mark()))
+        self._flying.append((self._start, mark(self._world)))
 
     def seconds(self) -> float:
         """What is known so far; the GPU is not waited for."""
-        while self._flying and self._flying[0][1].query():
-            begin, end = self._flying.popleft()
-            self._seconds += begin.elapsed_time(end) / 1e3
+        while self._flying and passed(self._flying[0][1]):
+            self._seconds += seconds_between(*self._flying.popleft())
         return self._seconds
-
-    def _mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 def allocate_slots(world: World, num_slots: int, slot_bytes: int) -> list[torch.Tensor]:
@@ -141,6 +152,6 @@ def record_event(world: World) -> torch.cuda.Event | None:
     return event
 
 
-def passed(event: torch.cuda.Event | None) -> bool:
-    """Tell whether the GPU has passed a mark."""
-    return event is None or event.query()
+def passed(point: Mark | None) -> bool:
+    """Tell whether the device has passed a mark."""
+    return point is None or isinstance(point, float) or point.query()

@@ -4,7 +4,6 @@
 what has arrived into ratios. All drafter ranks take part in `measure`; the first of them owns the files.
 """
 
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from dflash_ddp.accept import AcceptTally
 from dflash_ddp.control import Control
 from dflash_ddp.drafter.metrics import empty_sums, step_metrics
+from dflash_ddp.lanes import Mark, mark, seconds_between
 from dflash_ddp.runlog import RunLog
 from dflash_ddp.world import World, peak_gib
 
@@ -25,8 +25,7 @@ class Pending(NamedTuple):
 
     step: int
     values: Tensor
-    event: torch.cuda.Event | None
-    measured_at: float
+    end: Mark
     lr: float
     num_steps: int
     slots_full: int
@@ -69,7 +68,7 @@ class StepLog:
         self._step_sums = torch.zeros_like(self._sums)  # of the step that is being made
         self._grad_norm: Tensor | None = None
         self._wait_s = self._target_wait_s = 0.0
-        self._lap_at = time.monotonic()
+        self._last_end = mark(world)
         self._pending: Pending | None = None
         self._tokens_before = 0  # of `_sums`, trained on before this run went on
 
@@ -101,7 +100,7 @@ class StepLog:
 
     def not_training(self) -> None:
         """What happened since the last row or call does not count as time of steps."""
-        self._lap(time.monotonic())
+        self._last_end = mark(self._world)
 
     def measure(self, step: int, *, lr: float, wait_s: float, slots_full: int) -> None:
         """Sum over ranks and start the way to the host; writes the row measured before.
@@ -122,16 +121,12 @@ class StepLog:
         # Who meets: all drafter ranks, at the same steps; one that fails ends the job.
         dist.all_reduce(values, group=self._world.drafter_group)
         values = torch.cat([values, self._grad_norm.double().reshape(1)])
-        event = None
         if device.type == "cuda":
             on_host = torch.empty_like(values, device="cpu", pin_memory=True)
-            on_host.copy_(values, non_blocking=True)
-            values, event = on_host, torch.cuda.Event()
-            event.record()
+            values = on_host.copy_(values, non_blocking=True)
+        end = mark(self._world)
         self.write()
-        self._pending = Pending(
-            step, values, event, time.monotonic(), lr, self.num_steps, slots_full
-        )
+        self._pending = Pending(step, values, end, lr, self.num_steps, slots_full)
         self._sums, self.num_steps = torch.zeros_like(self._sums), 0
 
     def write(self) -> None:
@@ -139,15 +134,14 @@ class StepLog:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        finished_at = pending.measured_at
-        if pending.event is not None:
-            pending.event.synchronize()
-            finished_at = time.monotonic()
+        if isinstance(pending.end, torch.cuda.Event):
+            pending.end.synchronize()
         *sums, waited, grad_norm = pending.values.tolist()
         metrics = step_metrics(sums)
         self.tokens += metrics.num_tokens
         self.last_loss = metrics.loss
-        elapsed = self._lap(finished_at)
+        elapsed = seconds_between(self._last_end, pending.end)
+        self._last_end = pending.end
         num_tokens, self._tokens_before = metrics.num_tokens - self._tokens_before, 0
         if self._log is None:
             return
@@ -191,7 +185,3 @@ class StepLog:
         """Most memory that a target rank has said it took; None on CPUs and where roles share it."""
         said = [self._control.said(f"memory/{r}") for r in self._world.topology.target_ranks]
         return max((float(text) for text in said if text), default=None)
-
-    def _lap(self, now: float) -> float:
-        elapsed, self._lap_at = now - self._lap_at, now
-        return elapsed
