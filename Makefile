@@ -18,13 +18,13 @@ install: .venv/installed ## make .venv with the package and what the tests need
 	$(BIN)/pip install -q --no-deps dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0
 	touch $@
 
-demo: install ## train a drafter on real text on this machine's CPU, under 5 minutes
+demo: install ## train a drafter on real text on this machine's CPU: 2 to 5 minutes
 	$(BIN)/torchrun --standalone --nproc_per_node 3 -m dflash_ddp.train experiment=demo
 
 test: install ## every test that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu and not soak"
 
-test-fast: install ## the tests of one process, seconds
+test-fast: install ## the tests of one process: 2 minutes
 	$(BIN)/python -m pytest -m "not gpu and not dist and not soak"
 
 soak: install ## kill a run at random moments 100 times (SOAK_KILLS=n); 10 minutes

@@ -5,6 +5,7 @@ import json
 import pytest
 from runs import run
 from targets import build_target
+from training import compose_config, train
 
 from dflash_ddp import costs, dryrun
 from dflash_ddp.plan import load_config
@@ -80,3 +81,31 @@ def test_a_run_that_would_go_on_keeps_what_is_half_written(target, tmp_path):
     half.mkdir(parents=True)
     assert all(right for right, _ in found(target, tmp_path, "resume=auto"))
     assert half.is_dir()
+
+
+@pytest.mark.dist
+def test_whether_the_run_that_is_there_can_go_on(material):
+    overrides = [
+        *material.overrides("dry"),
+        "split=colocated",
+        "split.targets=1",
+        "split.drafters=1",
+    ]
+    train(1, [*overrides, "steps=3"])
+    folder = material.output("dry") / "checkpoints"
+
+    def resume(*more):
+        checks = list(dryrun.dry_run(compose_config([*overrides, *more])))
+        return next((right, text) for right, text in checks if "resume" in text)
+
+    right, text = resume("steps=3")
+    assert right
+    assert f"would go on from {folder / 'step_00000003'}" in text
+    right, text = resume("steps=4", "optim.lr=1e-3")
+    assert not right
+    assert "steps: 3 in the checkpoint, 4 now" in text
+    assert "optim.lr: 0.002 in the checkpoint, 0.001 now" in text
+    assert resume("steps=3", "resume=none") == (True, "resume: a new run")
+    right, text = resume("steps=3", f"resume={folder}")
+    assert not right
+    assert "holds checkpoints; give one of them" in text

@@ -348,3 +348,7 @@ def test_hub_refusals_name_the_keys(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     with pytest.raises(ValueError, match=r"data\.split=train.*Unknown split"):
         open_sources("someone/some-set")
+    with pytest.raises(ValueError, match=r"^data\.heldout=someone/some-set .*data\.heldout_split="):
+        open_sources("someone/some-set", key="data.heldout")
+    with pytest.raises(ValueError, match=r"^data\.heldout=none\.jsonl: there is no such file"):
+        open_sources("none.jsonl", key="data.heldout")

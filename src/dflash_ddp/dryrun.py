@@ -13,15 +13,22 @@ from pathlib import Path
 import torch
 
 from dflash_ddp import costs
-from dflash_ddp.checkpoint import complete_checkpoints
+from dflash_ddp.checkpoint import complete_checkpoints, read_state
 from dflash_ddp.config import Config, ConfigError
 from dflash_ddp.costs import GIB
 from dflash_ddp.data.reading import open_sources, raw_rows
 from dflash_ddp.data.rendering import HARMLESS
 from dflash_ddp.data.tokenising import tokenised_rows
 from dflash_ddp.facts import read_facts
-from dflash_ddp.preflight import device_type, load_tokenizer, preflight, use_cache_without_hub
-from dflash_ddp.target.tables import missing_files
+from dflash_ddp.preflight import (
+    Preflight,
+    device_type,
+    load_tokenizer,
+    preflight,
+    use_cache_without_hub,
+)
+from dflash_ddp.startup import Run, check_continues
+from dflash_ddp.target.tables import missing_files, read_spec
 from dflash_ddp.texts import render_settings
 
 SAMPLE_ROWS = 200
@@ -33,7 +40,7 @@ def dry_run(config: Config) -> Iterator[tuple[bool, str]]:
     checks: list[Callable[[Config], str]] = [_target, _files, _text("text", config.data.path)]
     if config.data.heldout is not None:
         checks.append(_text("heldout", config.data.heldout))
-    checks += [_memory, _write_access]
+    checks += [_resume, _memory, _write_access]
     for check in checks:
         try:
             yield True, check(config)
@@ -42,21 +49,43 @@ def dry_run(config: Config) -> Iterator[tuple[bool, str]]:
 
 
 def _target(config: Config) -> str:
-    # With resume=none, preflight looks at no checkpoints, and so removes no half-written one.
-    found = preflight(replace(config, resume="none"))
-    saved = complete_checkpoints(Path(config.output_dir) / "checkpoints")
-    going = f"would go on from {saved[-1].name}" if saved and config.resume == "auto" else "new run"
+    found = _without_resume(config)
     return (
         f"target and tokenizer: capture layers {found.capture_layers}, mask token "
-        f"{found.mask_token_id}; {going}"
+        f"{found.mask_token_id}"
     )
+
+
+def _without_resume(config: Config) -> Preflight:
+    """With resume=none, preflight looks at no checkpoints, and so removes no half-written one."""
+    return preflight(replace(config, resume="none"))
+
+
+def _resume(config: Config) -> str:
+    saved = complete_checkpoints(Path(config.output_dir) / "checkpoints")
+    if config.resume == "auto":
+        checkpoint = saved[-1] if saved else None
+    else:
+        given = preflight(config).checkpoint
+        checkpoint = None if given is None else Path(given)
+    if checkpoint is None:
+        return "resume: a new run"
+    target = config.target
+    spec = read_spec(target.path, target.revision, target.trust_remote_code)
+    device, found = device_type(config.device), _without_resume(config)
+    run = Run(config, device, spec, found, text=None, heldout=None)  # type: ignore[arg-type]
+    now = run.settings_fingerprint()
+    if config.steps is None:  # epochs of a text that nobody has read yet
+        del now["steps"]
+    check_continues(checkpoint, read_state(checkpoint).fingerprint | now, config)
+    return f"resume: would go on from {checkpoint}, if the text is the same"
 
 
 def _files(config: Config) -> str:
     names, missing = missing_files(config.target.path, config.target.revision)
     if missing:
         raise ConfigError(f"target.path={config.target.path}: missing {', '.join(missing)}")
-    return f"weights: {len(names)} files are there or on the hub"
+    return f"weights: {len(names)} file{'s' * (len(names) > 1)} there or on the hub"
 
 
 def _text(name: str, path: str) -> Callable[[Config], str]:
@@ -64,7 +93,8 @@ def _text(name: str, path: str) -> Callable[[Config], str]:
         data, tokenizer = config.data, load_tokenizer(config)
         settings = render_settings(config, tokenizer)
         split = data.split if name == "text" else data.heldout_split
-        rows = raw_rows(open_sources(path, split=split, revision=data.revision))
+        key = "data.path" if name == "text" else "data.heldout"
+        rows = raw_rows(open_sources(path, split=split, revision=data.revision, key=key))
         sample = islice(rows, SAMPLE_ROWS)
         read = list(tokenised_rows(sample, tokenizer, settings=settings, num_workers=0))
         documents = [document for row in read for document in row.documents]
@@ -72,7 +102,7 @@ def _text(name: str, path: str) -> Callable[[Config], str]:
         malformed = [row for row in bad if not any(r.reason in HARMLESS for r in row.rejected)]
         first = f"; first: {bad[0].place}: {bad[0].rejected[0].reason}" if bad else ""
         counts = (
-            f"{len(read)} rows read, {len(documents)} documents, {len(bad)} rows unusable{first}"
+            f"first {len(read)} rows: {len(documents)} documents, {len(bad)} rows unusable{first}"
         )
         if not documents or len(malformed) > data.max_bad_share * len(read):
             raise ConfigError(f"data ({name}): {path}: {counts}")

@@ -58,8 +58,8 @@ class EvaluateConfig:
     """Chat text, as `data.heldout` of a training run."""
     enable_thinking: bool | None = None
     """Passed to the chat template; null: as the run has it, else the template's own default."""
-    documents: int = 32
-    """Documents measured, the first ones; >= 1."""
+    documents: int | None = None
+    """Documents measured, the first ones; >= 1; null: as the run's evaluations, else 32."""
     generate: bool = False
     """The target answers the prompts anew; the text's answers are not used."""
     max_new_tokens: int = 512
@@ -92,8 +92,9 @@ def run_config(options: EvaluateConfig) -> tuple[Config, Path]:
         ConfigError: neither a run nor all three of drafter, target and data; a value out of bounds.
     """
     for key, least in (("documents", 1), ("max_new_tokens", 1), ("temperature", 0)):
-        if not getattr(options, key) >= least:
-            raise ConfigError(f"{key}={getattr(options, key)} must be >= {least}")
+        value = getattr(options, key)
+        if value is not None and not value >= least:
+            raise ConfigError(f"{key}={value} must be >= {least}")
     if options.run is not None:
         config = parse(OmegaConf.load(Path(options.run) / "config.yaml"))  # type: ignore[arg-type]
     elif options.drafter and options.target and options.data:
@@ -268,7 +269,8 @@ def evaluate(options: EvaluateConfig) -> dict[str, Any]:
     own, text, total = AcceptTally.empty(size), AcceptTally.empty(size), Total(size)
     sampler = Sampler(options.temperature, torch.Generator(device).manual_seed(config.seed))
     reference = Reference(folder, pair.target.model) if options.reference else None
-    for document in range(min(options.documents, store.num_documents)):
+    number = options.documents or (config.eval.max_documents if options.run else 32)
+    for document in range(min(number, store.num_documents)):
         batch, known = packed_batch(store, np.array([document]), document), None
         if options.generate:
             batch, known = answered(pair, batch, options.max_new_tokens)
@@ -279,7 +281,17 @@ def evaluate(options: EvaluateConfig) -> dict[str, Any]:
             total.differing_walks += decoded != calls
             if reference is not None:
                 total.reference.add(reference.calls(batch, pair.stop_ids))
-        logger.info("document %d: %d target calls %s", document, len(calls), calls)
+        tokens = f"{sum(calls) / max(1, len(calls)):.2f} tokens each"
+        logger.info("document %d: %d target calls, %s", document, len(calls), tokens)
+    if text.documents and data.heldout_generated:
+        logger.warning(
+            "data.heldout_generated=true, but %d of %d answers are not the target's own",
+            *(text.documents, own.documents + text.documents),
+        )
+    if options.decode and not own.documents:
+        logger.warning(
+            "no answer is the target's own, so nothing was decoded: generate=true lets it answer"
+        )
     return {
         "accept_length_walk": own.accept_length,
         **total.row(greedy=options.temperature == 0),

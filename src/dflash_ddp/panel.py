@@ -37,6 +37,7 @@ class Setup:
         drafter_flops: operations of a packed batch of a drafter, forward and backward.
         fixed_share: part of a drafter's time that does not depend on the anchors.
         peak_flops: the vendor's dense bf16 rate of one GPU; None if unknown.
+        shared_cores: ranks on a CPU take its cores from each other, so no split can be advised.
     """
 
     steps: int | None
@@ -49,9 +50,10 @@ class Setup:
     drafter_flops: float
     fixed_share: float
     peak_flops: float | None
+    shared_cores: bool = False
 
 
-def make_setup(facts: Facts, gpu: Gpu | None) -> Setup:
+def make_setup(facts: Facts, gpu: Gpu | None, *, cpu: bool) -> Setup:
     """From what is known before the first step; `gpu` is that of all ranks, None if unknown."""
     config, rows = facts.config, facts.spec.table_rows
     return Setup(
@@ -65,6 +67,7 @@ def make_setup(facts: Facts, gpu: Gpu | None) -> Setup:
         drafter_flops=sum(costs.drafter_flops(facts.shape, config, rows)),
         fixed_share=costs.fixed_share(facts.shape, config, rows),
         peak_flops=gpu.tflops * 1e12 if gpu else None,
+        shared_cores=cpu,
     )
 
 
@@ -100,7 +103,7 @@ def advise(setup: Setup, waits: tuple[float, float]) -> str | None:
         setup: the run.
         waits: shares of the time that targets and drafters wait.
     """
-    if setup.colocated or max(waits) <= WAITS:
+    if setup.colocated or setup.shared_cores or max(waits) <= WAITS:
         return None
     target_waits, drafter_waits = (min(w, 0.99) for w in waits)
     targets, drafters, fixed = setup.targets, setup.drafters, setup.fixed_share

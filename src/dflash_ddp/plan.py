@@ -179,7 +179,7 @@ def recommend(plan: dict[str, Any], best: dict[str, Any] | None) -> str:
     targets, drafters = best["target_tokens_per_s"], best["drafter_tokens_per_s"]
     slower, other = ("targets", drafters) if targets <= drafters else ("drafters", targets)
     idle, anchors = 1 - min(targets, drafters) / other, best["balancing_anchors"]
-    balance = f", no role at drafter.num_anchors={anchors:,}" if anchors else ""
+    balance = f", nobody would at drafter.num_anchors={anchors:,}" if anchors else ""
     number, rest = (int(text) for text in best["split"][:-1].split("t"))
     sentence = (
         f"Take split.targets={number} split.drafters={rest}: {best['tokens_per_s']:,} tokens/s {how}; "

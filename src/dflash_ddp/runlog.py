@@ -142,6 +142,6 @@ class Summary(NamedTuple):
             if isinstance(value, float)
             else value
             for key, value in self._asdict().items()
-            if key != "stopped_by" or value is not None
+            if value is not None
         }
         return " ".join(f"{key}={value}" for key, value in shown.items())

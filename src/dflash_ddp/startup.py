@@ -149,12 +149,19 @@ class Run:
 
     def fingerprint(self) -> dict[str, Any]:
         """What must not change between a checkpoint and its continuation."""
+        heldout = self.heldout
+        return self.settings_fingerprint() | {
+            "data content": self.text.fingerprint,
+            "data.heldout content": None if heldout is None else heldout.fingerprint,
+        }
+
+    def settings_fingerprint(self) -> dict[str, Any]:
+        """The part of it that no text has to be read for."""
         config = self.config
         shape = {f"drafter.{key}": value for key, value in asdict(self.shape).items()}
         shape["drafter.layer_types"] = list(self.shape.layer_types)
         optim = {f"optim.{key}": value for key, value in asdict(config.optim).items()}
         del optim["optim.max_bad_steps"]  # ends a run, changes none
-        heldout = self.heldout
         return (
             shape
             | optim
@@ -181,8 +188,6 @@ class Run:
                 "data.revision": config.data.revision,
                 "data.max_length": config.data.max_length,
                 "data.enable_thinking": config.data.enable_thinking,
-                "data content": self.text.fingerprint,
-                "data.heldout content": None if heldout is None else heldout.fingerprint,
                 "eval.max_documents": config.eval.max_documents,
             }
         )
@@ -221,6 +226,22 @@ def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
     return run
 
 
+def check_continues(checkpoint: Path, now: dict[str, Any], config: Config) -> None:
+    """ConfigError that names each change if a run of this fingerprint does not go on from there."""
+    saved = read_state(checkpoint).fingerprint
+    if config.resume_other_drafters:
+        now = now | {"split.drafters": saved["split.drafters"]}
+    if changed := differences(saved, now):
+        hint = ""
+        if saved["split.drafters"] != now["split.drafters"]:
+            same = f"batches_per_step={saved['batches_per_step']}"
+            hint = f" (resume_other_drafters=true {same} goes on with other ranks)"
+        raise ConfigError(
+            f"{checkpoint} was made by another run; take another name, or "
+            f"resume=none to start anew{hint}:\n  " + "\n  ".join(changed)
+        )
+
+
 def _resolve_steps(run: Run) -> None:
     """`epochs` to steps; the last step is filled from the next pass, so no batch is dropped."""
     if run.config.steps is None:
@@ -237,19 +258,7 @@ def _check_run(run: Run) -> None:
     steps = run.config.steps
     assert steps is not None
     if run.found.checkpoint is not None:
-        saved = read_state(Path(run.found.checkpoint)).fingerprint
-        now = run.fingerprint()
-        if run.config.resume_other_drafters:
-            now["split.drafters"] = saved["split.drafters"]
-        if changed := differences(saved, now):
-            hint = ""
-            if saved["split.drafters"] != now["split.drafters"]:
-                same = f"batches_per_step={saved['batches_per_step']}"
-                hint = f" (resume_other_drafters=true {same} goes on with other ranks)"
-            raise ConfigError(
-                f"{run.found.checkpoint} was made by another run; take another name, or "
-                f"resume=none to start anew{hint}:\n  " + "\n  ".join(changed)
-            )
+        check_continues(Path(run.found.checkpoint), run.fingerprint(), run.config)
     batches = run.packing.num_batches_per_epoch(0)
     logger.info(
         "%d documents, %s tokens in %d packed batches; %d steps of %d batches, %.2f epochs",

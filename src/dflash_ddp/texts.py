@@ -56,6 +56,7 @@ def prepare_text(
             cache_dir=data.cache_dir,
             split=split,
             revision=data.revision,
+            key="data.path" if name == "text" else "data.heldout",
             num_workers=workers,
             max_bad_share=data.max_bad_share,
         )

@@ -70,8 +70,13 @@ class Rejected(Exception):
         self.reason, self.detail = reason, detail
 
 
-def open_sources(path: str, *, split: str = "train", revision: str | None = None) -> list[Source]:
-    """What `data.path` means, as files in sorted order or one split of a hub data set.
+SPLIT_KEYS = {"data.path": "data.split", "data.heldout": "data.heldout_split"}
+
+
+def open_sources(
+    path: str, *, split: str = "train", revision: str | None = None, key: str = "data.path"
+) -> list[Source]:
+    """What `data.path` or `data.heldout` means, as sorted files or one split of a hub data set.
 
     Raises:
         ValueError: nothing there, no file of a known kind, or the hub refused.
@@ -89,12 +94,14 @@ def open_sources(path: str, *, split: str = "train", revision: str | None = None
     elif path.startswith((".", "/", "~")) or _is_data(local) or path.count("/") > 1:
         files = []
     else:
-        return [_open_hub(path, split, revision)]
+        return [_open_hub(path, split, revision, key)]
     if not files:
-        raise ValueError(f"data.path={path}: there is no such file, nor one ending in {SUFFIXES}")
+        raise ValueError(
+            f"{key}={path}: there is no such file, nor one ending in {', '.join(SUFFIXES)}"
+        )
     odd = [str(file) for file in files if not _is_data(file)]
     if odd:
-        raise ValueError(f"data.path={path}: {odd} do not end in one of {SUFFIXES}")
+        raise ValueError(f"{key}={path}: {odd} do not end in one of {', '.join(SUFFIXES)}")
     return [Source(str(file)) for file in files]
 
 
@@ -134,7 +141,7 @@ def raw_rows(sources: list[Source]) -> Iterator[RawRow]:
             yield from _parquet_rows(source.name)
 
 
-def _open_hub(path: str, split: str, revision: str | None) -> Source:
+def _open_hub(path: str, split: str, revision: str | None, key: str) -> Source:
     import datasets  # slow, and not needed for files
 
     try:
@@ -147,10 +154,10 @@ def _open_hub(path: str, split: str, revision: str | None) -> Source:
         datasets.exceptions.DatasetsError,
     ) as error:
         raise ValueError(
-            f"data.path={path} is no local file, and the hub did not give it with "
-            f"data.split={split}, data.revision={revision}: {error or type(error).__name__}"
+            f"{key}={path} is no local file, and the hub did not give it with "
+            f"{SPLIT_KEYS[key]}={split}, data.revision={revision}: {error or type(error).__name__}"
         ) from error
-    wanted = _wanted_columns(f"data.path={path}", dataset.column_names)
+    wanted = _wanted_columns(f"{key}={path}", dataset.column_names)
     return Source(f"{path}:{split}", dataset.select_columns(wanted))
 
 

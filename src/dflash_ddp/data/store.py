@@ -142,6 +142,7 @@ def prepare(
     cache_dir: str | Path,
     split: str = "train",
     revision: str | None = None,
+    key: str = "data.path",
     num_workers: int = 0,
     max_bad_share: float = 0.05,
 ) -> DocumentStore:
@@ -154,7 +155,7 @@ def prepare(
     Raises:
         ValueError: nothing to read, nothing left, or too many bad rows; with counts by reason.
     """
-    sources = open_sources(path, split=split, revision=revision)
+    sources = open_sources(path, split=split, revision=revision, key=key)
     stamps = _stamps(sources)
     identity = Renderer(tokenizer, settings).identity()
     text = f"{FORMAT}|{content_hash(sources)}|{identity}"

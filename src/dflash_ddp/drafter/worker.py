@@ -93,7 +93,7 @@ class DrafterWorker:
         self.log: RunLog | None = None
         if self.ordinal == 0:
             gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-            setup = make_setup(read_facts(config), gpu)
+            setup = make_setup(read_facts(config), gpu, cpu=device.type == "cpu")
             self.log = RunLog(run.folder, config, setup, first_step=run.found.first_step)
             control.before_exit(self._close_log_after_error)
         self.steplog = StepLog(
@@ -170,7 +170,6 @@ class DrafterWorker:
             self.model,
             process_group=self.world.drafter_group,
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,
         )
 
     def train(self) -> Summary:
@@ -212,9 +211,10 @@ class DrafterWorker:
         elapsed = time.monotonic() - start
         stopped_by = stopping.reason if step < config.steps else None
         if stopped_by is not None:
+            how = " with resume=auto" if config.resume == "none" else ""
             logger.warning(
-                "%s: stopped after %d of %d steps; the same command goes on",
-                *(stopped_by, step, config.steps),
+                "%s: stopped after %d of %d steps; the same command%s goes on",
+                *(stopped_by, step, config.steps, how),
             )
         exported = self.saver.finish(step, self._best) if self.saver is not None else None
         return Summary(

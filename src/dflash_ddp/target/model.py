@@ -98,7 +98,7 @@ def load_target(
         )
     decoder_layers(model)  # or this kind of target is refused
     _freeze(model)
-    logger.info("target %s: %d layers, %s, on %s", path, num_layers, dtype, device)
+    logger.info("target %s: its first %d layers, %s, on %s", path, num_layers, dtype, device)
     return model
 
 
