@@ -27,7 +27,7 @@ test: install ## every test that needs no GPU
 test-fast: install ## the tests of one process: 2 minutes
 	$(BIN)/python -m pytest -m "not gpu and not dist and not soak"
 
-soak: install ## kill a run at random moments 100 times (SOAK_KILLS=n); 10 minutes
+soak: install ## kill a run at random moments 100 times (SOAK_KILLS=n); 2 minutes
 	$(BIN)/python -m pytest -s -m soak
 
 test-gpu: ## the tests that need a GPU, in the Python that is active
