@@ -18,8 +18,10 @@ import dflash_ddp.drafter.worker
 import dflash_ddp.startup
 import dflash_ddp.stopping
 import dflash_ddp.target.worker  # noqa: F401 (all of them for the fork server)
+from dflash_ddp.channel import Received
 from dflash_ddp.config import Config
 from dflash_ddp.control import Control
+from dflash_ddp.drafter.intake import Intake
 from dflash_ddp.settings import parse
 from dflash_ddp.train import CONF_DIR, run_rank
 
@@ -48,6 +50,26 @@ def train_rank(rank: int, config: Config, events: Events, pace_s: float) -> None
 
     Control.phase = phase
     run_rank(config)
+
+
+def die() -> None:
+    """Killed when all ranks know what this one does."""
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def poison(value: float, times: int) -> None:
+    """The next features of this rank hold a value that is not finite."""
+    whole, left = Intake.tensor, [times]
+
+    def tensor(self: Intake, received: Received) -> torch.Tensor:
+        features_SC = whole(self, received).clone()
+        if left[0]:
+            left[0] -= 1
+            features_SC[0, 0] = value
+        return features_SC
+
+    Intake.tensor = tensor
 
 
 def happen(event: int | str | Callable[[], object]) -> None:

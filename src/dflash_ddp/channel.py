@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 
 from dflash_ddp.control import POLL_S, REPORT_EVERY_S, Control, Header
-from dflash_ddp.lanes import IdleClock, Mover, Transfer, allocate_slots, passed, record_event
+from dflash_ddp.lanes import IdleClock, Mark, Mover, Transfer, allocate_slots, mark, passed
 from dflash_ddp.log import exit_on_error
 from dflash_ddp.world import World
 
@@ -142,7 +142,7 @@ class FeatureSender:
             dtype=self._dtype,
             digest=digest,
         )
-        self._outbox.put((claim, header, record_event(self._world)))
+        self._outbox.put((claim, header, mark(self._world)))
 
     def drain(self) -> None:
         """Wait until all that was queued is sent or dropped by a stop; no send may follow."""
@@ -154,8 +154,8 @@ class FeatureSender:
         with exit_on_error(self._control.fail):
             mover = Mover(self._world)
             while (entry := self._outbox.get()) is not None:
-                claim, header, event = entry
-                while not passed(event):
+                claim, header, filled = entry
+                while not passed(filled):
                     time.sleep(_GPU_POLL_S)
                 self._send_one(mover, claim, header)
                 self._free.put(claim.slot)
@@ -204,7 +204,7 @@ class FeatureReceiver:
         self._ended = False
         self._next_sequence = self._num_released = 0
         self._num_granted = num_slots
-        self._released: deque[torch.cuda.Event | None] = deque()
+        self._released: deque[Mark] = deque()
         control.grant(self.drafter, num_slots)
         self._thread = threading.Thread(target=self._run, name="fetch", daemon=True)
         self._thread.start()
@@ -258,7 +258,7 @@ class FeatureReceiver:
         """
         assert received.sequence == self._num_released, "release in the order received"
         self._num_released += 1
-        self._released.append(record_event(self._world))
+        self._released.append(mark(self._world))
 
     def close(self) -> None:
         """Wait until all targets have drained; batches that a stop left over are let go.

@@ -20,16 +20,10 @@ from dflash_ddp.data.reading import open_sources, raw_rows
 from dflash_ddp.data.rendering import HARMLESS
 from dflash_ddp.data.tokenising import tokenised_rows
 from dflash_ddp.facts import read_facts
-from dflash_ddp.preflight import (
-    Preflight,
-    device_type,
-    load_tokenizer,
-    preflight,
-    use_cache_without_hub,
-)
+from dflash_ddp.preflight import device_type, load_tokenizer, preflight, use_cache_without_hub
 from dflash_ddp.startup import Run, check_continues
 from dflash_ddp.target.tables import missing_files, read_spec
-from dflash_ddp.texts import render_settings
+from dflash_ddp.texts import TEXT_KEYS, render_settings
 
 SAMPLE_ROWS = 200
 
@@ -49,30 +43,24 @@ def dry_run(config: Config) -> Iterator[tuple[bool, str]]:
 
 
 def _target(config: Config) -> str:
-    found = _without_resume(config)
+    # With resume=none, preflight looks at no checkpoints, and so removes no half-written one.
+    found = preflight(replace(config, resume="none"))
     return (
         f"target and tokenizer: capture layers {found.capture_layers}, mask token "
         f"{found.mask_token_id}"
     )
 
 
-def _without_resume(config: Config) -> Preflight:
-    """With resume=none, preflight looks at no checkpoints, and so removes no half-written one."""
-    return preflight(replace(config, resume="none"))
-
-
 def _resume(config: Config) -> str:
-    saved = complete_checkpoints(Path(config.output_dir) / "checkpoints")
-    if config.resume == "auto":
-        checkpoint = saved[-1] if saved else None
-    else:
-        given = preflight(config).checkpoint
-        checkpoint = None if given is None else Path(given)
-    if checkpoint is None:
+    auto = config.resume == "auto"
+    saved = complete_checkpoints(Path(config.output_dir) / "checkpoints") if auto else []
+    if config.resume == "none" or (auto and not saved):
         return "resume: a new run"
-    target = config.target
+    # As in `_target`; a folder that is given by name is looked at, and nothing is removed.
+    found = preflight(replace(config, resume="none") if auto else config)
+    checkpoint = saved[-1] if auto else Path(config.resume)
+    target, device = config.target, device_type(config.device)
     spec = read_spec(target.path, target.revision, target.trust_remote_code)
-    device, found = device_type(config.device), _without_resume(config)
     run = Run(config, device, spec, found, text=None, heldout=None)  # type: ignore[arg-type]
     now = run.settings_fingerprint()
     if config.steps is None:  # epochs of a text that nobody has read yet
@@ -93,8 +81,9 @@ def _text(name: str, path: str) -> Callable[[Config], str]:
         data, tokenizer = config.data, load_tokenizer(config)
         settings = render_settings(config, tokenizer)
         split = data.split if name == "text" else data.heldout_split
-        key = "data.path" if name == "text" else "data.heldout"
-        rows = raw_rows(open_sources(path, split=split, revision=data.revision, key=key))
+        rows = raw_rows(
+            open_sources(path, split=split, revision=data.revision, key=TEXT_KEYS[name])
+        )
         sample = islice(rows, SAMPLE_ROWS)
         read = list(tokenised_rows(sample, tokenizer, settings=settings, num_workers=0))
         documents = [document for row in read for document in row.documents]

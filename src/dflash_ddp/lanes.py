@@ -143,15 +143,6 @@ def allocate_slots(world: World, num_slots: int, slot_bytes: int) -> list[torch.
     return slots
 
 
-def record_event(world: World) -> torch.cuda.Event | None:
-    """Mark this point of the current CUDA stream; None on the CPU, where calls return when done."""
-    if world.device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
-
-
-def passed(point: Mark | None) -> bool:
+def passed(point: Mark) -> bool:
     """Tell whether the device has passed a mark."""
-    return point is None or isinstance(point, float) or point.query()
+    return isinstance(point, float) or point.query()

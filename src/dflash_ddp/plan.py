@@ -124,8 +124,8 @@ def make_plan(
         target_s, drafter_s = measured
     fixed = costs.fixed_share(facts.shape, config, facts.spec.table_rows)
     target_parts, drafter_parts = facts.target_memory(), facts.drafter_memory()
-    both = costs.colocated_memory(target_parts, drafter_parts, config.split.depth)
-    sums = sum(target_parts.values()), sum(drafter_parts.values())
+    both = facts.rank_memory("colocated")
+    sums = facts.rank_memory("target"), facts.rank_memory("drafter")
     rows: list[dict[str, Any]] = []
     for split in costs.split_rates(gpus, 1 / target_s, 1 / drafter_s):
         needed = (both,) if split.colocated else sums

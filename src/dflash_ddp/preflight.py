@@ -212,10 +212,8 @@ def check_start(
         found = native_differences(folder, shape, spec, capture_layers)
     except (ValueError, OSError) as error:
         raise ConfigError(f"drafter.init_from={folder}: {error}") from error
-    with torch.device("meta"):
-        wanted = {
-            name: list(w.shape) for name, w in Drafter.empty(shape, "meta").state_dict().items()
-        }
+    fresh = Drafter.empty(shape, "meta").state_dict()
+    wanted = {name: list(weight.shape) for name, weight in fresh.items()}
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
         stored = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     for name in sorted(wanted.keys() | stored.keys()):

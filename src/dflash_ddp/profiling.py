@@ -69,10 +69,9 @@ def out_of_memory(config: Config, role: str, rank: int, error: torch.OutOfMemory
     """Write a snapshot of the GPU's memory, and say what to lower, to what, and what that saves."""
     file = Path(config.output_dir) / FOLDER / f"memory_rank{rank}.pickle"
     advice = read_facts(config).memory_advice(role, wanted_bytes(error))
+    advice = advice or ["a GPU with more memory: no setting is left to lower"]
     lines = [f"rank {rank} ({role}) has no memory left; any of these would help:"]
-    lines += [
-        f"  {line}" for line in advice or ["a GPU with more memory: no setting is left to lower"]
-    ]
+    lines += [f"  {line}" for line in advice]
     if torch.cuda.is_available():
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(file))

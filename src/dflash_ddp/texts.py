@@ -16,6 +16,7 @@ from dflash_ddp.preflight import load_tokenizer
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 16
+TEXT_KEYS = {"text": "data.path", "heldout": "data.heldout"}
 
 
 def prepare_texts(config: Config, *, speaks: bool) -> dict[str, str | None]:
@@ -56,7 +57,7 @@ def prepare_text(
             cache_dir=data.cache_dir,
             split=split,
             revision=data.revision,
-            key="data.path" if name == "text" else "data.heldout",
+            key=TEXT_KEYS[name],
             num_workers=workers,
             max_bad_share=data.max_bad_share,
         )

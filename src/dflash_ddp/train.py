@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # settings are checked before torch is loaded
     from dflash_ddp.control import Control
     from dflash_ddp.drafter.intake import Features
     from dflash_ddp.startup import Run
-    from dflash_ddp.world import World
+    from dflash_ddp.world import Launch, World
 
 CONF_DIR = Path(__file__).resolve().parent / "conf"
 USER_ERROR = 2  # exit code when settings cannot work
@@ -160,7 +160,7 @@ def run_rank(config: Config) -> None:
     """Be one rank of the run."""
     gc.disable()  # imports leave no garbage, only ever more to look through for it
     from dflash_ddp.log import exit_on_error, setup_logging
-    from dflash_ddp.world import plan_topology, read_launch, set_gpu_variables
+    from dflash_ddp.world import plan_topology, read_launch
 
     sys.stdin = io.StringIO()  # no library may ask a question that holds up all ranks
     launch = read_launch()
@@ -174,12 +174,6 @@ def run_rank(config: Config) -> None:
         )
     except ValueError as error:
         refuse(error)
-    too_few_gpus: ConfigError | None = None
-    try:
-        if config.device is not Device.cpu:  # before anything asks for GPUs, which wakes the driver
-            set_gpu_variables(launch, share_gpu=config.split.share_gpu)
-    except ConfigError as error:
-        too_few_gpus = error  # other nodes shall hear of it, once they can
     setup_logging(
         rank=launch.rank, role=topology.role(launch.rank), verbose=topology.speaks(launch.rank)
     )
@@ -195,11 +189,8 @@ def run_rank(config: Config) -> None:
         store = JobStore(launch)
         control = Control(store, launch, topology, heartbeat_timeout_s=config.heartbeat_timeout_s)
         handler.publish = partial(end_job, control, config)
-        if too_few_gpus is not None:
-            time.sleep(
-                RANK_0_FIRST_S if launch.local_rank else 0
-            )  # one of the node's ranks says it
-            raise too_few_gpus
+        if config.device is not Device.cpu:  # before the question below, which wakes the driver
+            choose_gpu(config, launch)
         device = device_type(config.device)
         run = prepare_run(config, launch, control)
         control.failure_folder = run.folder
@@ -221,6 +212,21 @@ def run_rank(config: Config) -> None:
             sys.stdout.flush()
         close_world(world)
         control.close()
+
+
+def choose_gpu(config: Config, launch: "Launch") -> None:
+    """Choose this rank's GPU; if there are too few, the first rank of the node says it.
+
+    Raises:
+        ConfigError: see `set_gpu_variables`.
+    """
+    from dflash_ddp.world import set_gpu_variables
+
+    try:
+        set_gpu_variables(launch, share_gpu=config.split.share_gpu)
+    except ConfigError:
+        time.sleep(RANK_0_FIRST_S if launch.local_rank else 0)
+        raise
 
 
 def end_job(control: "Control", config: Config, error: BaseException) -> NoReturn:

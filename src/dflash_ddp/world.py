@@ -285,9 +285,8 @@ def set_gpu_variables(launch: Launch, *, share_gpu: bool = False) -> None:
     Raises:
         ConfigError: more local ranks than GPUs.
     """
-    num_gpus = (
-        torch.cuda.device_count()
-    )  # by the management library, where there is one: wakes no GPU
+    # Counted by the management library, where there is one, so that no GPU wakes.
+    num_gpus = torch.cuda.device_count()
     if num_gpus and not share_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu(launch, num_gpus)
     wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000"}

@@ -4,46 +4,20 @@ import gc
 import json
 import sys
 import zlib
+from functools import partial
 
 import pytest
 import torch
 from ranks import report
 from runs import rows, state
-from training import train
+from training import poison, train
 
-from dflash_ddp.drafter.intake import Intake
 from dflash_ddp.drafter.worker import DrafterWorker
 
 pytestmark = pytest.mark.dist
 
 SPLIT = "split.targets=1 split.drafters=2 batches_per_step=4 checkpoint.every=0".split()
 TARGET, FIRST, SECOND = range(3)
-
-
-def poison_one(value: float, times: int) -> None:
-    """The next features of this rank hold a value that is not finite."""
-    whole, left = Intake.tensor, [times]
-
-    def tensor(self, received):
-        features_SC = whole(self, received).clone()
-        if left[0]:
-            left[0] -= 1
-            features_SC[0, 0] = value
-        return features_SC
-
-    Intake.tensor = tensor
-
-
-def poison_one_nan() -> None:
-    poison_one(float("nan"), 1)
-
-
-def poison_one_inf() -> None:
-    poison_one(float("inf"), 1)
-
-
-def poison_all() -> None:
-    poison_one(float("nan"), 10**9)
 
 
 def tell_weights() -> None:
@@ -58,10 +32,10 @@ def tell_weights() -> None:
     sys.stderr.write(f"weights {crc:08x}\n")
 
 
-@pytest.mark.parametrize("poison", [poison_one_nan, poison_one_inf])
-def test_one_bad_batch_on_one_rank_leaves_the_step_out_on_all(material, poison):
-    output = material.output(f"bad {poison.__name__}")
-    events = {(SECOND, "train step", 3): poison}
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_one_bad_batch_on_one_rank_leaves_the_step_out_on_all(material, value):
+    output = material.output(f"bad {value}")
+    events = {(SECOND, "train step", 3): partial(poison, float(value), 1)}
     events |= {(rank, "evaluate at step 6", 1): tell_weights for rank in (FIRST, SECOND)}
     outcomes = train(3, material.overrides(output.name, *SPLIT, "max_hours=1"), events)
     said = {o.output.partition("weights ")[2][:8] for o in outcomes if o.rank != TARGET}
@@ -85,7 +59,7 @@ def test_one_bad_batch_on_one_rank_leaves_the_step_out_on_all(material, poison):
 
 def test_too_many_in_a_row_end_the_run(material):
     output = material.output("bad all")
-    events = {(SECOND, "train step", 2): poison_all}
+    events = {(SECOND, "train step", 2): partial(poison, float("nan"), 10**9)}
     overrides = material.overrides(output.name, *SPLIT, "optim.max_bad_steps=3")
     outcomes = train(3, overrides, events, check=False)
     assert {outcome.exit_code for outcome in outcomes} == {13}, report(outcomes)

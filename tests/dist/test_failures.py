@@ -8,7 +8,7 @@ import time
 
 import pytest
 from ranks import Outcome, report
-from training import train
+from training import die, train
 
 import dflash_ddp.channel
 import dflash_ddp.drafter.saving
@@ -31,12 +31,6 @@ def assert_all_end(outcomes: list[Outcome], within_s: float, *, but: int) -> Non
         if outcome.rank != but:
             assert outcome.exit_code == 13, report(outcomes)
             assert outcome.ended_at - at < within_s, report(outcomes)
-
-
-def die() -> None:
-    """Killed when all ranks know what this one does."""
-    time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 KILLED = {

@@ -16,11 +16,10 @@ import pytest
 import torch
 from ranks import Outcome, report
 from runs import rows, state
-from training import Events
+from training import Events, die, poison
 from training import train as start
 
 from dflash_ddp.compiling import _cache_counts
-from dflash_ddp.drafter.intake import Intake
 from dflash_ddp.profiling import FOLDER
 
 DEVICE = os.environ.get("DFLASH_TEST_DEVICE", "cuda")
@@ -166,11 +165,6 @@ def test_a_signal_saves_and_the_run_goes_on(material, whole):
     assert_same_losses(folder, whole[0])
 
 
-def die() -> None:
-    time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.parametrize(("rank", "phase"), [(0, "forward item"), (2, "train step")])
 def test_a_killed_rank_ends_all_and_frees_all(material, whole, rank, phase):
     before, name = used_memory(), f"gpu killed {rank}"
@@ -189,21 +183,8 @@ def test_a_killed_rank_ends_all_and_frees_all(material, whole, rank, phase):
     assert_memory_is_back(before)
 
 
-def poison_one() -> None:
-    whole_tensor, left = Intake.tensor, [1]
-
-    def tensor(self, received):
-        features_SC = whole_tensor(self, received).clone()
-        if left[0]:
-            left[0] -= 1
-            features_SC[0, 0] = float("nan")
-        return features_SC
-
-    Intake.tensor = tensor
-
-
 def test_a_bad_batch_is_left_out(material, whole):
-    events = {(0, "train step", 3): poison_one}
+    events = {(0, "train step", 3): partial(poison, float("nan"), 1)}
     (outcome,) = train(material, 1, "gpu bad", *COLOCATED, events=events)
     folder = material.output("gpu bad")
     assert "step 3: loss or gradient is not finite" in outcome.output, outcome.output

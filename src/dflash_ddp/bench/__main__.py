@@ -22,10 +22,15 @@ from dflash_ddp.bench.pipeline import bench_pipeline
 from dflash_ddp.bench.stream import bench_stream
 from dflash_ddp.bench.target import bench_target
 from dflash_ddp.bench.workloads import WORKLOADS
-from dflash_ddp.config import Recompute
+from dflash_ddp.config import LossConfig, Recompute
 
 OPTIONS = {
-    "drafter": {"workload": "tiny", "repeats": "5", "chunk_rows": "5120", "recompute": "auto"},
+    "drafter": {
+        "workload": "tiny",
+        "repeats": "5",
+        "chunk_rows": str(LossConfig().chunk_rows),
+        "recompute": "auto",
+    },
     "target": {"workload": "tiny", "repeats": "5"},
     "lane": {"workload": "none", "gib": "1", "ctas": "4,1,2,8,default", "repeats": "5"},
     "stream": {
