@@ -40,6 +40,11 @@ def two_nodes(words: list[str]) -> Iterator[list[Running]]:
         ]
 
 
+def ranks_at(agent: Running) -> list[int]:
+    """The ranks that an agent has started so far."""
+    return [rank for rank in range(4) if agent.pids(rank=rank)]
+
+
 def test_an_agent_is_killed_all_end_and_going_on_gives_what_one_node_gives(material):
     """Each node has a target rank and a drafter rank; the killed agent does not hold the store."""
     words = overrides(material, "two nodes")
@@ -57,10 +62,8 @@ def test_an_agent_is_killed_all_end_and_going_on_gives_what_one_node_gives(mater
     assert "the launcher of rank" in text
     assert len(metrics.read_text().splitlines()) < STEPS
     with two_nodes(words) as agents:
-        agents[0].wait_until(lambda: all(len(agent.pids()) == 3 for agent in agents), 120)
-        here = [[r for r in range(4) if agent.pids(rank=r)] for agent in agents]
+        agents[0].wait_until(lambda: sorted(map(ranks_at, agents)) == [[0, 1], [2, 3]], 120)
         ends = [agent.wait(240) for agent in agents]
-    assert sorted(here) == [[0, 1], [2, 3]]
     assert [end.code for end in ends] == [0, 0], ends
     text = "".join(end.output for end in ends)
     assert "going on from" in text
