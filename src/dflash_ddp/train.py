@@ -49,18 +49,18 @@ def main(tree: DictConfig) -> float | None:
         leave_sweep_to_rank_0()
     try:
         config = parse(tree)
+        if config.dry_run:
+            check_only(config)
+            return None
     except ConfigError as error:
         if not multirun:
             refuse(error)
         tell(error)  # a job that cannot work leaves the others of its sweep alone
         return note_job(USER_ERROR)
-    if config.dry_run:
-        check_only(config)
-    elif "RANK" in os.environ and not multirun:
+    if "RANK" in os.environ and not multirun:
         run_rank(config)
-    else:
-        return relaunch(config)
-    return None
+        return None
+    return relaunch(config)
 
 
 def leave_sweep_to_rank_0() -> None:
@@ -122,7 +122,7 @@ def check_only(config: Config) -> None:
     """Print what a dry run finds; under torchrun, rank 0 does.
 
     Raises:
-        SystemExit: something is wrong.
+        ConfigError: something is wrong.
     """
     if os.environ.get("RANK", "0") != "0":
         return
@@ -132,9 +132,10 @@ def check_only(config: Config) -> None:
     for right, text in dry_run(config):
         sys.stdout.write(f"{'ok   ' if right else 'WRONG'} {text}\n")
         wrong += not right
-    sys.stdout.write(f"dry run: {wrong or 'no'} problems; nothing was started\n")
+    sys.stdout.flush()
     if wrong:
-        raise SystemExit(USER_ERROR)
+        raise ConfigError(f"dry run: {wrong} problems; nothing was started")
+    sys.stdout.write("dry run: no problems; nothing was started\n")
 
 
 def relaunch(config: Config) -> float | None:

@@ -52,6 +52,18 @@ def test_a_failing_job_leaves_the_others_alone_and_all_are_compared(material):
     assert "optim.lr=0.001 | optim.lr=0.002" in report
 
 
+def test_a_dry_run_checks_every_job(material):
+    """Settings that are refused, text that is not there, and a job that would work."""
+    texts = ",".join(str(material.folder / name) for name in ("nowhere.jsonl", "train.jsonl"))
+    more = ("seed=-1,1", f"data.path={texts}")
+    ended = run(None, words_of(material, "dry sweep", *more, "dry_run=true"), code=1)
+    assert ended.output.count("seed=-1 must be >= 0") == 2
+    assert ended.output.count("dry run: 1 problems; nothing was started") == 1
+    assert ended.output.count("dry run: no problems; nothing was started") == 1
+    assert [job["code"] for job in jobs(material.output("dry sweep"))] == [2, 2, 2]
+    assert not list(material.output("dry sweep").glob("*/metrics.jsonl"))
+
+
 def test_a_sweep_that_is_told_to_end_starts_no_further_job(material):
     words = words_of(material, "told to end", "seed=1,2", "steps=20000")
     metrics = material.output("told to end") / "seed=1" / "metrics.jsonl"
