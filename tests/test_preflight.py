@@ -167,6 +167,14 @@ def test_a_folder_in_use_is_refused_and_left_alone_until_its_run_is_dead(copy, t
     assert (tmp_path / "run.1").is_dir() == (resume == "none")
 
 
+@pytest.mark.parametrize("resume", ["auto", "none", "run/checkpoints/step_00000003"])
+def test_what_a_killed_save_left_is_gone_once_the_folder_is_taken(copy, tmp_path, resume):
+    leftover = tmp_path / "run" / "checkpoints" / ".tmp-step_00000006"
+    leftover.mkdir(parents=True)
+    claim_folder(settings(copy, f"resume={resume}"), {}, "here")
+    assert not leftover.exists()
+
+
 def _claim(config: Config, barrier, results) -> None:
     barrier.wait(30)
     try:

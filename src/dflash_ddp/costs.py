@@ -11,10 +11,10 @@ headline, 251 ms 8b) and from target captures of Qwen3-8B (45,303 tokens/s) and 
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from dflash_ddp.config import TILE, Config
 from dflash_ddp.drafter.model import SLIDING, DrafterShape
-from dflash_ddp.settings import lookup
 
 GIB = 2**30
 CEILING = 0.80  # of the vendor's dense bf16 rate, reached by one large product: 790 of 989 TFLOP/s
@@ -289,7 +289,7 @@ def memory_advice(
     """
     advice = []
     for key, multiple in levers:
-        value = lookup(config, key)
+        value = attrgetter(key)(config)
         least = {"split.depth": 0, "loss.chunk_rows": 256, "drafter.num_anchors": 16}.get(
             key, -(-config.data.max_length // TILE) * TILE
         )

@@ -6,14 +6,13 @@ started, and nothing is left behind in the folders that are tried.
 
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import torch
 
 from dflash_ddp import costs
-from dflash_ddp.checkpoint import complete_checkpoints, read_state
+from dflash_ddp.checkpoint import read_state
 from dflash_ddp.config import Config, ConfigError
 from dflash_ddp.costs import GIB
 from dflash_ddp.data.reading import open_sources, raw_rows
@@ -22,7 +21,7 @@ from dflash_ddp.data.tokenising import tokenised_rows
 from dflash_ddp.facts import read_facts
 from dflash_ddp.preflight import device_type, load_tokenizer, preflight, use_cache_without_hub
 from dflash_ddp.startup import Run, check_continues
-from dflash_ddp.target.tables import missing_files, read_spec
+from dflash_ddp.target.tables import read_spec
 from dflash_ddp.texts import TEXT_KEYS, render_settings
 
 SAMPLE_ROWS = 200
@@ -31,10 +30,10 @@ SAMPLE_ROWS = 200
 def dry_run(config: Config) -> Iterator[tuple[bool, str]]:
     """(is right, what was found) for each check."""
     use_cache_without_hub()
-    checks: list[Callable[[Config], str]] = [_target, _files, _text("text", config.data.path)]
+    checks: list[Callable[[Config], str]] = [_target, _text("text", config.data.path)]
     if config.data.heldout is not None:
         checks.append(_text("heldout", config.data.heldout))
-    checks += [_resume, _memory, _write_access]
+    checks += [_memory, _write_access]
     for check in checks:
         try:
             yield True, check(config)
@@ -43,37 +42,21 @@ def dry_run(config: Config) -> Iterator[tuple[bool, str]]:
 
 
 def _target(config: Config) -> str:
-    # With resume=none, preflight looks at no checkpoints, and so removes no half-written one.
-    found = preflight(replace(config, resume="none"))
-    return (
+    found = preflight(config)
+    text = (
         f"target and tokenizer: capture layers {found.capture_layers}, mask token "
-        f"{found.mask_token_id}"
+        f"{found.mask_token_id}; "
     )
-
-
-def _resume(config: Config) -> str:
-    auto = config.resume == "auto"
-    saved = complete_checkpoints(Path(config.output_dir) / "checkpoints") if auto else []
-    if config.resume == "none" or (auto and not saved):
-        return "resume: a new run"
-    # As in `_target`; a folder that is given by name is looked at, and nothing is removed.
-    found = preflight(replace(config, resume="none") if auto else config)
-    checkpoint = saved[-1] if auto else Path(config.resume)
-    target, device = config.target, device_type(config.device)
+    if found.checkpoint is None:
+        return text + "a new run"
+    target, checkpoint = config.target, Path(found.checkpoint)
     spec = read_spec(target.path, target.revision, target.trust_remote_code)
-    run = Run(config, device, spec, found, text=None, heldout=None)  # type: ignore[arg-type]
+    run = Run(config, device_type(config.device), spec, found, text=None, heldout=None)  # type: ignore[arg-type]
     now = run.settings_fingerprint()
     if config.steps is None:  # epochs of a text that nobody has read yet
         del now["steps"]
     check_continues(checkpoint, read_state(checkpoint).fingerprint | now, config)
-    return f"resume: would go on from {checkpoint}, if the text is the same"
-
-
-def _files(config: Config) -> str:
-    names, missing = missing_files(config.target.path, config.target.revision)
-    if missing:
-        raise ConfigError(f"target.path={config.target.path}: missing {', '.join(missing)}")
-    return f"weights: {len(names)} file{'s' * (len(names) > 1)} there or on the hub"
+    return f"{text}would go on from {checkpoint}, if the text is the same"
 
 
 def _text(name: str, path: str) -> Callable[[Config], str]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import yaml
 
+from dflash_ddp.checkpoint import remove_leftovers
 from dflash_ddp.config import Config, ConfigError
 from dflash_ddp.redaction import redact
 from dflash_ddp.settings import resolved
@@ -63,8 +64,9 @@ def claimed_by(config: Config) -> str | None:
 def claim_folder(config: Config, data_report: dict[str, Any], launch: str) -> None:
     """Take the run's folder, once all is checked: a run that is refused has changed nothing in it.
 
-    With resume=none an earlier run is moved aside, never mixed. Writes config.yaml (every setting
-    as resolved), env.json (with what this ran, in which launch) and data_report.json.
+    With resume=none an earlier run is moved aside, never mixed. What a killed save left is deleted.
+    Writes config.yaml (every setting as resolved), env.json (with what this ran, in which launch)
+    and data_report.json.
     """
     folder = Path(config.output_dir)
     if folder.is_dir():
@@ -76,6 +78,7 @@ def claim_folder(config: Config, data_report: dict[str, Any], launch: str) -> No
         logger.info("resume=none: the earlier run is now in %s", aside)
     folder.mkdir(parents=True, exist_ok=True)
     hold_folder(folder)
+    remove_leftovers(folder / "checkpoints")
     text = json.dumps(data_report, indent=2) + "\n"
     (folder / "data_report.json").write_text(text, encoding="utf-8")
     text = yaml.safe_dump(resolved(config), sort_keys=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -119,8 +120,12 @@ def save_native(
     stored = {name: w.detach().to("cpu", dtype).contiguous() for name, w in weights.items()}
     save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / WEIGHTS_FILE).chmod(0o644)  # safetensors lets only the owner read; servers must too
-    text = json.dumps(config, indent=2) + "\n"
-    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+    write_config(folder, config)
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """Write config.json."""
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load_shape(folder: Path) -> DrafterShape:
@@ -200,6 +205,23 @@ def native_differences(
         f"{key}: {theirs} there, {ours} here"
         for key, (theirs, ours) in pairs.items()
         if theirs != ours
+    ]
+
+
+def weight_shapes(folder: Path) -> dict[str, list[int]]:
+    """Shapes of the stored tensors by name, from the file's header."""
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+
+
+def weight_differences(folder: Path, shape: DrafterShape) -> list[str]:
+    """Tensors of a native folder that a drafter of this shape lacks, or has otherwise, one text each."""
+    there = weight_shapes(folder)
+    here = {name: list(w.shape) for name, w in Drafter.empty(shape, "meta").state_dict().items()}
+    return [
+        f"{name}: {there.get(name)} there, {here.get(name)} here"
+        for name in sorted(here.keys() | there.keys())
+        if here.get(name) != there.get(name)
     ]
 
 

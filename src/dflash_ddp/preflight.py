@@ -11,7 +11,7 @@ from urllib.parse import urlparse
 
 import torch
 from huggingface_hub import constants as hub_constants
-from safetensors import safe_open
+from safetensors import SafetensorError
 from transformers import AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -19,14 +19,19 @@ from dflash_ddp.checkpoint import (
     complete_checkpoints,
     first_whole,
     read_state,
-    remove_leftovers,
     step_folder,
 )
 from dflash_ddp.config import Config, ConfigError, Device, Dtype, TargetConfig
 from dflash_ddp.drafter.attention import check_dense_size
-from dflash_ddp.drafter.model import Drafter, DrafterShape
+from dflash_ddp.drafter.model import DrafterShape
 from dflash_ddp.folder import check_links, hold_folder
-from dflash_ddp.native import CONFIG_FILE, WEIGHTS_FILE, drafter_shape, native_differences
+from dflash_ddp.native import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    drafter_shape,
+    native_differences,
+    weight_differences,
+)
 from dflash_ddp.target.tables import (
     TargetSpec,
     check_capture_layers,
@@ -119,7 +124,7 @@ def preflight(config: Config) -> Preflight:
             config.target.path, config.target.revision, config.target.trust_remote_code
         )
         if not config.target.random_weights:
-            check_files(config.target.path, spec)
+            check_files(config.target.path, config.target.revision, spec)
         if config.data.max_length > spec.max_position_embeddings:
             raise ConfigError(
                 f"data.max_length={config.data.max_length} must not exceed the target's "
@@ -210,15 +215,9 @@ def check_start(
         )
     try:
         found = native_differences(folder, shape, spec, capture_layers)
-    except (ValueError, OSError) as error:
+        found += weight_differences(folder, shape)
+    except (ValueError, OSError, SafetensorError) as error:
         raise ConfigError(f"drafter.init_from={folder}: {error}") from error
-    fresh = Drafter.empty(shape, "meta").state_dict()
-    wanted = {name: list(weight.shape) for name, weight in fresh.items()}
-    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-        stored = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    for name in sorted(wanted.keys() | stored.keys()):
-        if wanted.get(name) != stored.get(name):
-            found.append(f"{name}: {stored.get(name)} there, {wanted.get(name)} here")
     if found:
         lines = "\n  ".join(found)
         raise ConfigError(f"drafter.init_from={folder} is another drafter:\n  {lines}")
@@ -230,8 +229,6 @@ def _find_checkpoint(config: Config, folder: Path) -> Path | None:
     if config.resume == "none":
         return None
     if config.resume == "auto":
-        if checkpoints.is_dir():
-            remove_leftovers(checkpoints)
         return first_whole(complete_checkpoints(checkpoints)[::-1])
     given = Path(config.resume)
     if not given.is_dir() or not any(given.iterdir()):

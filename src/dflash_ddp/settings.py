@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from enum import Enum
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -39,14 +39,6 @@ _SHARES = "data.max_bad_share optim.warmup_share optim.min_lr_share loss.dpace_a
 _DECAYS = "optim.beta1 optim.beta2".split()
 
 
-def lookup(config: Config, key: str) -> Any:
-    """The value at a dotted key."""
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def problems(config: Config) -> list[str]:
     """Every rule that the settings break, each with key, value and rule; empty if none."""
     found = []
@@ -58,7 +50,7 @@ def problems(config: Config) -> list[str]:
         (_DECAYS, lambda v: 0 <= v < 1, "must be >= 0 and < 1"),
     ):
         for key in keys:
-            value = lookup(config, key)
+            value = attrgetter(key)(config)
             if value is not None and not holds(value):
                 found.append(f"{key}={value} {rule}")
     return found + _combination_problems(config) + _place_problems(config)
@@ -123,14 +115,14 @@ def _place_problems(config: Config) -> list[str]:
             "target.path",
             "drafter.init_from",
         ):
-            value = lookup(config, key)
+            value = attrgetter(key)(config)
             if value is not None and Path(value).resolve().is_relative_to(folder):
                 found.append(
                     f"{key}={value} must not lie in output_dir={config.output_dir}, which "
                     "resume=none moves aside"
                 )
     for key in setting_keys(Config):
-        value = lookup(config, key)
+        value = attrgetter(key)(config)
         if isinstance(value, str) and redact(value) != value:
             found.append(_credential(f"{key}={value}"))
     return found
@@ -149,18 +141,8 @@ def parse(tree: DictConfig) -> Config:
     Raises:
         ConfigError: an unknown key (also with `+`), a missing value, a wrong type, or broken rules.
     """
-    plain = OmegaConf.to_container(tree, resolve=True)
-    unknown = _unknown_keys(cast(dict[str, Any], plain), Config, prefix="")
-    if unknown:
-        raise ConfigError("\n".join(unknown))
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or "?"
-        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
-    assert isinstance(config, Config)
-    found = problems(config)
-    if found:
+    config = _typed(Config, tree)
+    if found := problems(config):
         raise ConfigError("\n".join(found))
     return config
 
@@ -175,14 +157,16 @@ def command_line(schema: type[Options], arguments: list[str]) -> Options:
         raise ConfigError(
             f"{bare[0]}: arguments are key=value; keys: {', '.join(setting_keys(schema))}"
         )
-    given = OmegaConf.from_dotlist(arguments)
-    plain = cast(dict[str, Any], OmegaConf.to_container(given))
+    return _typed(schema, OmegaConf.from_dotlist(arguments))
+
+
+def _typed(schema: type[Options], tree: DictConfig) -> Options:
+    plain = cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
     if unknown := _unknown_keys(plain, schema, prefix=""):
         raise ConfigError("\n".join(unknown))
     try:
-        return cast(
-            Options, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), given))
-        )
+        merged = OmegaConf.merge(OmegaConf.structured(schema), plain)
+        return cast(Options, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "?"
         raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
@@ -241,14 +225,6 @@ def override_problems(overrides: list[str]) -> list[str]:
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """The settings as plain values, for config.yaml and wandb."""
-    plain = OmegaConf.to_container(OmegaConf.structured(config), resolve=True, enum_to_str=False)
-    return _enums_to_values(plain)
-
-
-def _enums_to_values(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _enums_to_values(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_enums_to_values(item) for item in value]
-    return value.value if isinstance(value, Enum) else value
+    """The settings as plain values, for config.yaml and wandb. An enum's name is its value."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), resolve=True, enum_to_str=True)
+    return cast(dict[str, Any], plain)

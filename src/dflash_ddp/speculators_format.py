@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from dflash_ddp.config import ConfigError
 from dflash_ddp.drafter.model import FULL, SLIDING, DrafterShape
+from dflash_ddp.native import weight_shapes
 
 VERSION = "0.9.0"
 _ONLY_NATIVE = ("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers")
@@ -73,7 +73,7 @@ def speculators_config(
     }
 
 
-def check(folder: Path, weights_file: str) -> bool:
+def check(folder: Path) -> bool:
     """Compare a folder with what speculators' class would save; False if it is not installed.
 
     Raises:
@@ -88,8 +88,7 @@ def check(folder: Path, weights_file: str) -> bool:
         model = DFlashDraftModel(config)
     ignored = set(model._keys_to_ignore_on_save)
     wanted = {name: list(w.shape) for name, w in model.state_dict().items() if name not in ignored}
-    with safe_open(folder / weights_file, framework="pt") as file:
-        stored = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    stored = weight_shapes(folder)
     if wanted != stored:
         odd = sorted(
             name for name in wanted.keys() | stored.keys() if wanted.get(name) != stored.get(name)

@@ -8,6 +8,7 @@ import json
 import logging
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,13 @@ from dflash_ddp.texts import check_same_documents, data_report, prepare_texts
 from dflash_ddp.world import Launch
 
 logger = logging.getLogger(__name__)
+
+# What a continuation must have as it was, beside optimizer, drafter and text.
+_SAME_SETTINGS = (
+    "seed steps tokens_per_batch batches_per_step split.drafters drafter.num_anchors "
+    "drafter.init_from loss.dpace_alpha target.random_weights target.path target.revision data.path "
+    "data.split data.revision data.max_length data.enable_thinking eval.max_documents"
+).split()
 
 
 @dataclass(frozen=True)
@@ -159,36 +167,20 @@ class Run:
         """The part of it that no text has to be read for."""
         config = self.config
         shape = {f"drafter.{key}": value for key, value in asdict(self.shape).items()}
-        shape["drafter.layer_types"] = list(self.shape.layer_types)
         optim = {f"optim.{key}": value for key, value in asdict(config.optim).items()}
         del optim["optim.max_bad_steps"]  # ends a run, changes none
         return (
             shape
             | optim
+            | {key: attrgetter(key)(config) for key in _SAME_SETTINGS}
             | {
-                "seed": config.seed,
-                "steps": config.steps,
-                "tokens_per_batch": config.tokens_per_batch,
-                "batches_per_step": config.batches_per_step,
-                "split.drafters": config.split.drafters,
-                "drafter.num_anchors": config.drafter.num_anchors,
+                "drafter.layer_types": list(self.shape.layer_types),
                 "drafter.dtype": str(self.drafter_dtype),
-                "drafter.init_from": config.drafter.init_from,
                 "loss.position_weight": config.loss.position_weight.value,
                 "loss.position_gamma": decay_gamma(config.loss, config.drafter.block_size),
-                "loss.dpace_alpha": config.loss.dpace_alpha,
-                "target.random_weights": config.target.random_weights,
-                "target.path": config.target.path,
-                "target.revision": config.target.revision,
                 "target.dtype": str(self.feature_dtype),
                 "target.capture_layers": self.found.capture_layers,
                 "target chat template": self.found.chat_template,
-                "data.path": config.data.path,
-                "data.split": config.data.split,
-                "data.revision": config.data.revision,
-                "data.max_length": config.data.max_length,
-                "data.enable_thinking": config.data.enable_thinking,
-                "eval.max_documents": config.eval.max_documents,
             }
         )
 

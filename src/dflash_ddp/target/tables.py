@@ -216,19 +216,6 @@ def read_tables(
     return tables[0], tables[-1]
 
 
-def missing_files(path: str, revision: str | None) -> tuple[list[str], list[str]]:
-    """The files of a target's weights, and those of them that a local folder lacks.
-
-    Raises:
-        ValueError: no safetensors, or no table in them under its name.
-    """
-    file_of = _tensor_files(path, revision)
-    _find_table(file_of, "embed_tokens.weight", path)
-    names = sorted(set(file_of.values()))
-    local = Path(path)
-    return names, [n for n in names if local.is_dir() and not (local / n).is_file()]
-
-
 def random_tables(
     spec: TargetSpec, dtype: torch.dtype, device: torch.device | str, seed: int
 ) -> tuple[Tensor, Tensor]:
@@ -241,18 +228,18 @@ def random_tables(
     return tables[0], tables[-1]
 
 
-def check_files(path: str, spec: TargetSpec) -> None:
-    """Look for a local target's tables and shards, without reading them; ValueError if one lacks.
+def check_files(path: str, revision: str | None, spec: TargetSpec) -> None:
+    """Look for a target's tables and, in a local folder, its files, without reading them.
 
-    What lies on the hub is fetched whole later.
+    Raises:
+        ValueError: there are no safetensors, no table in them, or a file is missing.
     """
-    if not Path(path).is_dir():
-        return
-    file_of = _tensor_files(path, None)
+    file_of = _tensor_files(path, revision)
     for table in ("embed_tokens.weight", *(() if spec.tied else ("lm_head.weight",))):
         _find_table(file_of, table, path)
-    missing = sorted(file for file in set(file_of.values()) if not (Path(path) / file).is_file())
-    if missing:
+    local = Path(path)  # what lies on the hub is fetched whole later
+    missing = [f for f in sorted(set(file_of.values())) if not (local / f).is_file()]
+    if local.is_dir() and missing:
         raise ValueError(f"target.path={path!r}: {missing} are missing. Complete the download.")
 
 
