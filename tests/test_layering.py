@@ -1,6 +1,8 @@
 """Who may import whom, and how large a file may grow."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,25 @@ def test_sizes(file):
     for node in ast.walk(ast.parse("\n".join(lines))):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno < 65, f"{node.name} is too long"
+
+
+WATCH = """
+import sys
+import torch
+def refuse(name):
+    def call(*args, **kwargs):
+        raise AssertionError(f"torch.cuda.{name} is called at import")
+    return call
+for name in ("is_available", "_lazy_init", "get_device_name", "get_device_properties", "current_device"):
+    setattr(torch.cuda, name, refuse(name))
+"""
+
+
+def test_what_ranks_import_leaves_cuda_asleep():
+    """A rank chooses its GPU after these imports, and a process that has woken CUDA cannot fork any.
+
+    Qwen3.5's module asks for the GPU's name at import, where flash-linear-attention is installed.
+    """
+    programs = "training, dflash_ddp.target.worker, dflash_ddp.bench.lane, dflash_ddp.bench.pipeline"
+    code = f"{WATCH}\nimport {programs}\nassert not any('modeling_qwen3_5' in name for name in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})

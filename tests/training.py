@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401 (for the fork server, as what follows)
 from hydra import compose, initialize_config_dir
 from ranks import Outcome, run_ranks
 
 import dflash_ddp.drafter.worker
 import dflash_ddp.startup
 import dflash_ddp.stopping
-import dflash_ddp.target.worker  # noqa: F401 (all of them for the fork server)
+import dflash_ddp.target.worker  # noqa: F401
 from dflash_ddp.channel import Received
 from dflash_ddp.config import Config
 from dflash_ddp.control import Control
@@ -59,14 +60,14 @@ def die() -> None:
 
 
 def poison(value: float, times: int) -> None:
-    """The next features of this rank hold a value that is not finite."""
+    """The next features of this rank hold values that are not finite; the slot keeps the last one."""
     whole, left = Intake.tensor, [times]
 
     def tensor(self: Intake, received: Received) -> torch.Tensor:
-        features_SC = whole(self, received).clone()
+        features_SC = whole(self, received)
         if left[0]:
             left[0] -= 1
-            features_SC[0, 0] = value
+            features_SC[[0, received.header.num_tokens - 1], 0] = value
         return features_SC
 
     Intake.tensor = tensor

@@ -72,7 +72,7 @@ class Claim:
 class Received:
     """A batch at its drafter: the first `header.num_bytes` of the uint8 slot. Release it after use.
 
-    Bytes behind them are of earlier batches (zeros at first), so the whole slot is always finite.
+    Bytes behind them are of earlier batches (zeros at first).
     """
 
     item: int

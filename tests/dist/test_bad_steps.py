@@ -57,6 +57,14 @@ def test_one_bad_batch_on_one_rank_leaves_the_step_out_on_all(material, value):
     assert not (output / "bad_steps" / f"step_00000002_rank_{SECOND}.json").exists()
 
 
+def test_what_a_bad_batch_leaves_in_its_slot_spoils_no_later_one(material):
+    """A colocated rank has one slot, and later batches fill less of it."""
+    split = ["split=colocated", "split.targets=1", "split.drafters=1", "batches_per_step=4"]
+    events = {(0, "train step", 2): partial(poison, float("nan"), 4)}
+    train(1, material.overrides("bad slot", *split), events)
+    assert state(material.output("bad slot"), 6)["adamw_steps"].item() == 5
+
+
 def test_too_many_in_a_row_end_the_run(material):
     output = material.output("bad all")
     events = {(SECOND, "train step", 2): partial(poison, float("nan"), 10**9)}

@@ -65,8 +65,11 @@ class Intake:
         return received
 
     def tensor(self, received: Received) -> Tensor:
-        """Its context features [S, C] in the drafter's compute dtype."""
-        return self._run.slot_features(received.slot).to(self._run.drafter_dtype)
+        """Its context features [S, C] in the drafter's compute dtype, zero behind its tokens."""
+        features_SC = self._run.slot_features(received.slot)
+        # Nobody attends to what an earlier batch left there, but zero times NaN is NaN.
+        features_SC[received.header.num_tokens :].zero_()
+        return features_SC.to(self._run.drafter_dtype)
 
     def host_inputs(self, batch: PackedBatch, chunk_rows: int) -> HostInputs:
         """What a training step takes of a batch: blocks at its anchors, in loss chunks of `chunk_rows`."""

@@ -7,6 +7,9 @@ The linear attention of Qwen3.5 calls two functions that a compiler cannot read 
 the gated delta rule (Triton kernels of flash-linear-attention, made one opaque operator here) and
 the short causal convolution (a slow library call without causal-conv1d, written out here as shifted
 products that the compiler fuses). Both stand in only inside compiled code.
+
+Nothing of Qwen3.5 is imported here: with flash-linear-attention its module wakes CUDA at import,
+before the rank has chosen its GPU, and other targets need neither.
 """
 
 import logging
@@ -17,14 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from dflash_ddp.target.model import decoder_layers
 
 logger = logging.getLogger(__name__)
 
-transformers_delta_rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
-transformers_convolution = modeling_qwen3_5.causal_conv1d_fn
+_theirs: dict[str, Callable] = {}  # what stands in the target's module without us, by name
 
 
 def compile_layers(model: PreTrainedModel, *, backend: str | Callable = "inductor") -> None:
@@ -33,9 +34,10 @@ def compile_layers(model: PreTrainedModel, *, backend: str | Callable = "inducto
     for layer in layers:
         mixer = getattr(layer, "linear_attn", None)
         if mixer is not None:
-            vars(sys.modules[type(mixer).__module__]).update(
-                torch_chunk_gated_delta_rule=delta_rule, causal_conv1d_fn=convolution
-            )
+            module = vars(sys.modules[type(mixer).__module__])
+            for name in _OURS.keys() & module.keys():
+                _theirs.setdefault(name, module[name])
+                module[name] = _OURS[name]
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=True)
     logger.info("%d target layers will be compiled at their first forward", len(layers))
 
@@ -44,7 +46,7 @@ def compile_layers(model: PreTrainedModel, *, backend: str | Callable = "inducto
 def opaque_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """The delta rule from an empty state: query, key, value `[R, L, heads, D]`, out like value."""
     options = {"g": g, "beta": beta, "use_qk_l2norm_in_kernel": True}
-    return transformers_delta_rule(query, key, value, **options)[0].contiguous()
+    return _theirs["torch_chunk_gated_delta_rule"](query, key, value, **options)[0].contiguous()
 
 
 @opaque_delta_rule.register_fake
@@ -58,7 +60,9 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """In place of transformers' delta rule, with its keywords."""
     if not torch.compiler.is_compiling():
-        return transformers_delta_rule(query, key, value, g=g, beta=beta, **options)
+        return _theirs["torch_chunk_gated_delta_rule"](
+            query, key, value, g=g, beta=beta, **options
+        )
     # Contiguous here, where the compiler writes them so, and not by a copy in the library.
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     return opaque_delta_rule(query, key, value, g, beta), None
@@ -73,7 +77,7 @@ def convolution(
 ) -> Tensor:
     """In place of transformers' causal convolution: `[R, channels, L]`, `[channels, taps]`."""
     if not torch.compiler.is_compiling():
-        return transformers_convolution(
+        return _theirs["causal_conv1d_fn"](
             hidden_states, weight, bias, activation=activation, **options
         )
     if activation != "silu" or bias is not None:
@@ -85,3 +89,9 @@ def convolution(
     for tap in range(taps):
         total_RLC = total_RLC + padded_RLC[:, tap : tap + length].float() * weight[:, tap]
     return F.silu(total_RLC).to(hidden_states.dtype).transpose(1, 2)
+
+
+_OURS: dict[str, Callable] = {
+    "torch_chunk_gated_delta_rule": delta_rule,
+    "causal_conv1d_fn": convolution,
+}
