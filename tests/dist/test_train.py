@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -166,6 +167,20 @@ def test_two_drafters_equal_one_with_two_microbatches(uneven, two_drafters):
             torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5 * scale, msg=name)
     for alone, together in zip(rows(one), rows(two_drafters), strict=True):
         assert together == pytest.approx(alone, rel=1e-4)
+
+
+def test_saves_and_evaluations_are_no_time_of_steps(material):
+    """A row is of steps before a save, a slow save, a slow evaluation, and steps after them."""
+    pace = 0.2
+    events = {(1, "save step", 2): partial(time.sleep, 2.0)}
+    events |= {(1, "evaluate at step", 2): partial(time.sleep, 2.0)}
+    more = ["steps=12", "checkpoint.every=2", "logging.every=4", "eval.every=6"]
+    train(2, material.overrides("paused", "split=1t1d", *more), events, pace_s=pace)
+    logged = [row for row in all_rows(material.output("paused")) if "train/loss" in row]
+    assert [row["step"] for row in logged] == [4, 6, 8, 12]
+    for row in logged:
+        assert pace <= row["speed/step_s"] < 2 * pace, row
+        assert row["wait/drafter"] <= row["speed/step_s"], row
 
 
 # Going on.

@@ -4,7 +4,8 @@
 what has arrived into ratios. All drafter ranks take part in `measure`; the first of them owns the files.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -26,9 +27,11 @@ class Pending(NamedTuple):
     step: int
     values: Tensor
     end: Mark
+    pauses: list[tuple[Mark, Mark]]
     lr: float
     num_steps: int
     slots_full: int
+    target_wait: float
 
 
 class StepLog:
@@ -48,6 +51,7 @@ class StepLog:
         *,
         block_size: int,
         tokens: int,
+        wait_s: Callable[[], float],
         more: Callable[[int], dict[str, float]],
     ) -> None:
         """Start with nothing collected.
@@ -58,17 +62,20 @@ class StepLog:
             log: given on the first drafter rank.
             block_size: B.
             tokens: trained on so far.
+            wait_s: seconds that this rank has waited for features since the run began.
             more: further values for the row of a step.
         """
         self.tokens = tokens
         self.last_loss: float | None = None
         self.num_steps = 0
         self._world, self._control, self._log, self._more = world, control, log, more
+        self._wait_s = wait_s
         self._sums = empty_sums(block_size, world.device)
         self._step_sums = torch.zeros_like(self._sums)  # of the step that is being made
         self._grad_norm: Tensor | None = None
-        self._wait_s = self._target_wait_s = 0.0
+        self._waits_before = self._waits()
         self._last_end = mark(world)
+        self._pauses: list[tuple[Mark, Mark]] = []
         self._pending: Pending | None = None
         self._tokens_before = 0  # of `_sums`, trained on before this run went on
 
@@ -98,26 +105,32 @@ class StepLog:
         self._grad_norm = grad_norm
         self.num_steps += 1
 
-    def not_training(self) -> None:
-        """What happened since the last row or call does not count as time of steps."""
-        self._last_end = mark(self._world)
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What happens inside counts neither as time of steps nor as waiting in them.
 
-    def measure(self, step: int, *, lr: float, wait_s: float, slots_full: int) -> None:
+        A target rank says what it has waited when it goes on: its last wait in here comes too late.
+        """
+        begin, waits = mark(self._world), self._waits()
+        yield
+        self._waits_before += self._waits() - waits
+        self._pauses.append((begin, mark(self._world)))
+
+    def measure(self, step: int, *, lr: float, slots_full: int) -> None:
         """Sum over ranks and start the way to the host; writes the row measured before.
 
         Args:
             step: optimizer steps that are complete.
             lr: learning rate of the last of them.
-            wait_s: seconds that this rank has waited for features since the run began.
             slots_full: feature batches that lay ready when it last asked for one.
         """
         assert self._grad_norm is not None
         device = self._world.device
-        waited = torch.tensor([wait_s - self._wait_s], dtype=torch.float64)
-        self._wait_s = wait_s
-        if device.type == "cuda":
-            waited = waited.pin_memory()  # or the copy would wait for all that is queued
-        values = torch.cat([self._sums, waited.to(device, non_blocking=True)])
+        waits = self._waits()
+        drafter_wait, target_wait = (waits - self._waits_before).tolist()
+        self._waits_before = waits
+        # Filled in on the device: a copy from pageable memory would wait for all that is queued.
+        values = torch.cat([self._sums, self._sums.new_full((1,), drafter_wait)])
         # Who meets: all drafter ranks, at the same steps; one that fails ends the job.
         dist.all_reduce(values, group=self._world.drafter_group)
         values = torch.cat([values, self._grad_norm.double().reshape(1)])
@@ -126,8 +139,10 @@ class StepLog:
             values = on_host.copy_(values, non_blocking=True)
         end = mark(self._world)
         self.write()
-        self._pending = Pending(step, values, end, lr, self.num_steps, slots_full)
-        self._sums, self.num_steps = torch.zeros_like(self._sums), 0
+        self._pending = Pending(
+            step, values, end, self._pauses, lr, self.num_steps, slots_full, target_wait
+        )
+        self._sums, self.num_steps, self._pauses = torch.zeros_like(self._sums), 0, []
 
     def write(self) -> None:
         """Write the measured row, if there is one, once the device has finished it."""
@@ -136,15 +151,17 @@ class StepLog:
             return
         if isinstance(pending.end, torch.cuda.Event):
             pending.end.synchronize()
-        *sums, waited, grad_norm = pending.values.tolist()
+        *sums, drafter_wait, grad_norm = pending.values.tolist()
         metrics = step_metrics(sums)
         self.tokens += metrics.num_tokens
         self.last_loss = metrics.loss
         elapsed = seconds_between(self._last_end, pending.end)
+        elapsed -= sum(seconds_between(begin, end) for begin, end in pending.pauses)
         self._last_end = pending.end
         num_tokens, self._tokens_before = metrics.num_tokens - self._tokens_before, 0
         if self._log is None:
             return
+        num_drafters = len(self._world.topology.drafter_ranks)
         row = {
             "step": pending.step,
             "tokens": self.tokens,
@@ -155,8 +172,8 @@ class StepLog:
             "optim/grad_norm": grad_norm,
             "speed/tokens_per_s": num_tokens / elapsed,
             "speed/step_s": elapsed / pending.num_steps,
-            "wait/target": self._target_wait() / pending.num_steps,
-            "wait/drafter": waited / len(self._world.topology.drafter_ranks) / pending.num_steps,
+            "wait/target": pending.target_wait / pending.num_steps,
+            "wait/drafter": drafter_wait / num_drafters / pending.num_steps,
             "channel/slots_full": pending.slots_full,
             "memory/target_gib": self._target_gib(),
             "memory/drafter_gib": peak_gib(self._world.device),
@@ -171,15 +188,16 @@ class StepLog:
             row = {"step": step, "tokens": self.tokens}
             self._log.write(row | tally.metrics(generated=generated))
 
-    def _target_wait(self) -> float:
-        """Mean seconds that target ranks have waited for a slot since the last row."""
+    def _waits(self) -> np.ndarray:
+        """Seconds waited since the run began: by this rank for features, by target ranks for a slot.
+
+        The second is their mean, as far as they have said it; only the rank that logs asks them.
+        """
         topology = self._world.topology
-        if topology.colocated:
-            return 0.0
+        if self._log is None or topology.colocated:
+            return np.array([self._wait_s(), 0.0])
         said = [float(self._control.said(f"wait/{r}") or 0.0) for r in topology.target_ranks]
-        total = float(np.mean(said))
-        since, self._target_wait_s = self._target_wait_s, total
-        return total - since
+        return np.array([self._wait_s(), np.mean(said)])
 
     def _target_gib(self) -> float | None:
         """Most memory that a target rank has said it took; None on CPUs and where roles share it."""

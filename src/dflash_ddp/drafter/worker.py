@@ -102,6 +102,7 @@ class DrafterWorker:
             self.log,
             block_size=config.drafter.block_size,
             tokens=run.found.tokens,
+            wait_s=lambda: features.wait_s,
             more=self._more,
         )
         self.saver: Saver | None = None
@@ -185,7 +186,8 @@ class DrafterWorker:
         for step in range(run.found.first_step, config.steps + 1):
             if step in run.schedule.eval_steps:
                 steplog.write()
-                self._evaluate(step)
+                with steplog.pause():
+                    self._evaluate(step)
             wish = stopping.agree()
             ends = wish.stop or step == config.steps
             if wish.stop:
@@ -193,17 +195,16 @@ class DrafterWorker:
             every = config.checkpoint.every
             due = ends or wish.save or step == self._best or bool(every and step % every == 0)
             if due and step > run.found.first_step:
-                self._save(step, last=ends)
+                steplog.write()
+                with steplog.pause():
+                    self._save(step, last=ends)
             if ends:
                 break
             control.phase(f"train step {step}")
             profiler.at(step)
             lr = self._step(step)
             if self._logs_at(step + 1):
-                features = self.intake.features
-                steplog.measure(
-                    step + 1, lr=lr, wait_s=features.wait_s, slots_full=features.num_full
-                )
+                steplog.measure(step + 1, lr=lr, slots_full=self.intake.features.num_full)
             else:
                 steplog.write()
         profiler.close()
@@ -310,7 +311,6 @@ class DrafterWorker:
                 loss=self.loss,
             ).to_array()
             self.intake.features.release(received)
-        self.steplog.not_training()
         total = torch.from_numpy(tally).to(self.world.device)
         # Who meets: all drafter ranks, after their share of the held-out batches.
         dist.all_reduce(total, group=self.world.drafter_group)
@@ -322,7 +322,6 @@ class DrafterWorker:
 
     def _save(self, step: int, *, last: bool) -> None:
         """Checkpoint: all drafter ranks bring their sums, the first one saves."""
-        self.steplog.write()
         self.bad_steps.look(wait=True)
         sums = self.steplog.gather()
         if self.saver is None:
@@ -337,7 +336,6 @@ class DrafterWorker:
             fingerprint=self.run.fingerprint(),
         )
         self.saver.save(state, best=self._best, last=last)
-        self.steplog.not_training()
 
     @property
     def _best(self) -> int | None:
