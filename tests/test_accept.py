@@ -35,12 +35,12 @@ def test_walk_equals_decoding(seed):
     right = np.array(
         [[drafts[a][k] == padded[a + 1 + k] for k in range(drafted)] for a in range(length - 1)]
     )
-    assert walk(Span(0, 7, 7 + length), right, 7) == decode(answer, drafts)
+    assert walk(Span(0, 7, 7 + length), right) == decode(answer, drafts)
 
 
 def test_perfect_and_useless_drafts():
-    assert walk(Span(0, 0, 13), np.ones((12, 3), bool), 0) == [4, 4, 4]
-    assert walk(Span(0, 0, 4), np.zeros((3, 3), bool), 0) == [1, 1, 1]
+    assert walk(Span(0, 0, 13), np.ones((12, 3), bool)) == [4, 4, 4]
+    assert walk(Span(0, 0, 4), np.zeros((3, 3), bool)) == [1, 1, 1]
 
 
 def test_spans_are_answers_within_documents():

@@ -67,6 +67,8 @@ def test_what_ranks_import_leaves_cuda_asleep():
 
     Qwen3.5's module asks for the GPU's name at import, where flash-linear-attention is installed.
     """
-    programs = "training, dflash_ddp.target.worker, dflash_ddp.bench.lane, dflash_ddp.bench.pipeline"
+    programs = (
+        "training, dflash_ddp.target.worker, dflash_ddp.bench.lane, dflash_ddp.bench.pipeline"
+    )
     code = f"{WATCH}\nimport {programs}\nassert not any('modeling_qwen3_5' in name for name in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})

@@ -7,7 +7,7 @@ from drafters import tiny_drafter, tiny_shape
 from dflash_ddp.config import OptimConfig
 from dflash_ddp.drafter.optim import (
     clip_gradients,
-    lr_multiplier,
+    learning_rate,
     make_optimizer,
     step_if_finite,
 )
@@ -15,7 +15,8 @@ from dflash_ddp.drafter.optim import (
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 25, 1000])
 def test_warm_up_then_cosine_to_the_very_end(steps):
-    rates = [lr_multiplier(s, steps=steps, warmup_share=0.04, min_share=0.1) for s in range(steps)]
+    config = OptimConfig(lr=1.0, warmup_share=0.04, min_lr_share=0.1)
+    rates = [learning_rate(step, steps, config) for step in range(steps)]
     assert max(rates) == 1.0
     assert all(0 < rate <= 1 for rate in rates)
     if steps > 2:

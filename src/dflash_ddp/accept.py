@@ -38,18 +38,17 @@ def answer_spans(batch: PackedBatch) -> list[Span]:
     return [Span(int(documents[a]), int(a), int(b)) for a, b in zip(begins, ends, strict=True)]
 
 
-def walk(span: Span, right_AB: np.ndarray, first_anchor: int) -> list[int]:
+def walk(span: Span, right_AB: np.ndarray) -> list[int]:
     """Tokens that each target call yields over one answer.
 
     Args:
         span: the answer; its first token came from the prefill.
-        right_AB: bool [anchors, B-1], whether draft k of the anchor at `first_anchor + i` is right.
-        first_anchor: place of row 0.
+        right_AB: bool [anchors, B-1], whether draft k of the anchor at `span.first + i` is right.
     """
     runs_A = np.logical_and.accumulate(right_AB, axis=1).sum(axis=1)
     place, yielded = span.first, []
     while place < span.end - 1:
-        run = int(runs_A[place - first_anchor])
+        run = int(runs_A[place - span.first])
         produced = min(run + 1, span.end - 1 - place)
         yielded.append(produced)
         place += produced

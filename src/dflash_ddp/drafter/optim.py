@@ -9,18 +9,19 @@ from torch import Tensor, nn
 from dflash_ddp.config import OptimConfig
 
 
-def lr_multiplier(step: int, *, steps: int, warmup_share: float, min_share: float) -> float:
-    """Share of the highest learning rate that step 0..steps-1 uses: linear rise, then a cosine.
+def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
+    """Of step 0..steps-1: a linear rise to `lr`, then a cosine.
 
     The rise takes at least one step unless its share is zero; the last step ends exactly at
-    `min_share` (a run of a single step uses 1).
+    `lr * min_lr_share` (a run of a single step uses `lr`).
     """
-    warmup = math.ceil(warmup_share * steps)
+    warmup = math.ceil(config.warmup_share * steps)
     if step < warmup:
-        return (step + 1) / warmup
+        return config.lr * ((step + 1) / warmup)
     left = steps - 1 - warmup
     progress = (step - warmup) / left if left > 0 else 0.0
-    return min_share + (1 - min_share) * (1 + math.cos(math.pi * progress)) / 2
+    low = config.min_lr_share
+    return config.lr * (low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:

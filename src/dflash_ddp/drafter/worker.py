@@ -7,6 +7,7 @@ device, and a row of the log is read one step after it was measured.
 import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from dflash_ddp.config import Export, PositionWeight
 from dflash_ddp.control import Control
 from dflash_ddp.costs import find_gpu
 from dflash_ddp.drafter.badsteps import BadSteps
-from dflash_ddp.drafter.heldout import tally_batch
+from dflash_ddp.drafter.heldout import walk_batch
 from dflash_ddp.drafter.inputs import to_device
 from dflash_ddp.drafter.intake import Features, Intake
 from dflash_ddp.drafter.loss import even_chunk_rows
@@ -29,7 +30,7 @@ from dflash_ddp.drafter.metrics import microbatch_sums
 from dflash_ddp.drafter.model import Drafter
 from dflash_ddp.drafter.optim import (
     clip_gradients,
-    lr_multiplier,
+    learning_rate,
     make_optimizer,
     set_lr,
     step_if_finite,
@@ -95,7 +96,7 @@ class DrafterWorker:
             gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
             setup = make_setup(read_facts(config), gpu, cpu=device.type == "cpu")
             self.log = RunLog(run.folder, config, setup, first_step=run.found.first_step)
-            control.before_exit(self._close_log_after_error)
+            control.before_exit(partial(self.log.close, exit_code=1))
         self.steplog = StepLog(
             world,
             control,
@@ -123,10 +124,6 @@ class DrafterWorker:
         saved = {} if self.saver is None else self.saver.metrics()
         self.bad_steps.look(wait=False)  # the row has arrived, so the flags of its steps have
         return {"optim/bad_steps": self.bad_steps.count(step)} | saved
-
-    def _close_log_after_error(self) -> None:
-        if self.log is not None:
-            self.log.close(exit_code=1)
 
     def _loss_settings(self) -> LossSettings:
         config = self.run.config
@@ -262,12 +259,7 @@ class DrafterWorker:
                     result, inputs, weight_sum=host.weight_sum, num_tokens=host.num_tokens
                 )
             )
-        lr = config.optim.lr * lr_multiplier(
-            step,
-            steps=config.steps,
-            warmup_share=config.optim.warmup_share,
-            min_share=config.optim.min_lr_share,
-        )
+        lr = learning_rate(step, config.steps, config.optim)
         grad_norm = clip_gradients(self.model.parameters(), config.optim.max_grad_norm)
         set_lr(self.optimizer, lr)
         step_if_finite(self.optimizer, grad_norm)
@@ -281,9 +273,7 @@ class DrafterWorker:
 
         DDP averages over ranks, so this makes the gradient that of the global weighted mean.
         """
-        total = torch.tensor(weight_sum, dtype=torch.float64)
-        if self.world.device.type == "cuda":
-            total = total.pin_memory().to(self.world.device, non_blocking=True)
+        total = torch.full((), weight_sum, dtype=torch.float64, device=self.world.device)
         # Who meets: all drafter ranks, once a step, before its first backward pass.
         dist.all_reduce(total, group=self.world.drafter_group)
         return torch.where(total > 0, self.num_drafters / total, 0.0).float()
@@ -298,23 +288,25 @@ class DrafterWorker:
         """Accept length on held-out text, through the same channel as training."""
         self.control.phase(f"evaluate at step {step}")
         config, schedule = self.run.config, self.run.schedule
-        tally = AcceptTally.empty(config.drafter.block_size).to_array()
+        tally = AcceptTally.empty(config.drafter.block_size)
         for _ in range(self.ordinal, schedule.num_heldout, self.num_drafters):
             item, batch = self.intake.next(Kind.HELDOUT)
             received = self.intake.receive(item, batch)
-            tally += tally_batch(
+            for calls in walk_batch(
                 self.model,
                 self.tables,
                 self.intake.tensor(received),
                 batch,
                 num_anchors=config.drafter.num_anchors,
                 loss=self.loss,
-            ).to_array()
+                flex=self.world.device.type == "cuda",
+            ):
+                tally.add(calls)
             self.intake.features.release(received)
-        total = torch.from_numpy(tally).to(self.world.device)
+        total = torch.from_numpy(tally.to_array())
         # Who meets: all drafter ranks, after their share of the held-out batches.
         dist.all_reduce(total, group=self.world.drafter_group)
-        result = AcceptTally.from_array(total.cpu().numpy())
+        result = AcceptTally.from_array(total.numpy())
         self.accept_lengths[step] = result.accept_length
         self.steplog.write_heldout(step, result, generated=config.data.heldout_generated)
         if step == config.steps:

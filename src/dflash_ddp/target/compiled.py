@@ -60,9 +60,7 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """In place of transformers' delta rule, with its keywords."""
     if not torch.compiler.is_compiling():
-        return _theirs["torch_chunk_gated_delta_rule"](
-            query, key, value, g=g, beta=beta, **options
-        )
+        return _theirs["torch_chunk_gated_delta_rule"](query, key, value, g=g, beta=beta, **options)
     # Contiguous here, where the compiler writes them so, and not by a copy in the library.
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     return opaque_delta_rule(query, key, value, g, beta), None
