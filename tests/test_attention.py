@@ -6,8 +6,10 @@ import torch
 from drafters import MIXED, inputs_for, tiny_batch, tiny_shape
 from torch.nn.attention.flex_attention import flex_attention
 
+from dflash_ddp.drafter import attention
 from dflash_ddp.drafter.attention import (
     TILE,
+    WHOLE,
     MaskRule,
     attend,
     block_mask,
@@ -15,7 +17,6 @@ from dflash_ddp.drafter.attention import (
     find_tiles,
     mask_function,
     packed,
-    tile_kinds,
     unpacked,
 )
 from dflash_ddp.drafter.blocks import make_blocks
@@ -104,19 +105,19 @@ def test_tiles_equal_those_of_the_dense_mask(name, size, num_anchors, group):
         tiled = padded.reshape(rows // TILE, TILE, -1, TILE)
         some, every = tiled.any((1, 3)), tiled.all((1, 3))
         tiles = find_tiles(blocks, context_length=context_length, rule=rule, group=group)
-        visited = tiles.partial | tiles.full
+        visited, full = tiles > 0, tiles == WHOLE
         assert not (some & ~visited).any()
         if (
             TILE % (size * group) == 0
         ):  # else a block that straddles two tiles may visit one too many
             assert np.array_equal(visited, some)
         # A tile may be full without being marked (a block of one tile by itself): never the reverse.
-        assert not (tiles.full & ~every).any()
-        in_context = np.arange(tiles.full.shape[1]) < context_length // TILE
+        assert not (full & ~every).any()
+        in_context = np.arange(full.shape[1]) < context_length // TILE
         whole_rows = (np.arange(rows // TILE) + 1) * TILE <= dense.shape[0]
         expected = every & in_context & whole_rows[:, None]
         if TILE % (size * group) == 0:
-            assert np.array_equal(tiles.full & whole_rows[:, None], expected)
+            assert np.array_equal(full & whole_rows[:, None], expected)
 
 
 @pytest.mark.parametrize("name", ["full", "window causal"])
@@ -128,7 +129,7 @@ def test_flex_attention_with_our_tiles_equals_float64(name):
     tensors = (torch.from_numpy(blocks.anchors_N), torch.from_numpy(blocks.starts_N))
     sizes = {"context_length": 256, "rule": rule, "group": 2}
     mask_mod = mask_function(*tensors, block_size=16, **sizes)
-    kinds = torch.from_numpy(tile_kinds(find_tiles(blocks, **sizes)))
+    kinds = torch.from_numpy(find_tiles(blocks, **sizes))
     mask = block_mask(kinds, mask_mod, num_queries=512, num_keys=512)
     dense = dense_mask(*tensors, context_length=256, block_size=16, rule=rule)
     q, k, v = torch.randn(4, 256, 16), torch.randn(2, 512, 16), torch.randn(2, 512, 16)
@@ -171,3 +172,14 @@ def test_context_must_fill_tiles():
     blocks = place(tiny_batch(), [8], 1, 4)
     with pytest.raises(ValueError, match="multiple of 128"):
         find_tiles(blocks, context_length=100, rule=RULES["full"])
+
+
+@pytest.mark.parametrize(("capability", "measured"), [((9, 0), True), ((8, 0), False)])
+def test_tiles_measured_on_one_chip_are_for_that_chip(monkeypatch, capability, measured):
+    """A tile that fills a Hopper's shared memory does not fit into that of other chips."""
+    tiles = {}
+    monkeypatch.setattr(attention, "_tiles", tiles)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    attention.choose_tiles(torch.device("cuda"))
+    assert bool(tiles) == measured
+    attention.choose_tiles(torch.device("cpu"))

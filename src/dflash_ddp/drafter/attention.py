@@ -27,6 +27,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from dflash_ddp.drafter.blocks import Blocks
 
 TILE = 128  # rows and columns of a flex attention tile
+PARTIAL, WHOLE = 1, 2  # kinds of tiles that are visited
 MAX_DENSE_SCORES = 1 << 28  # scores per head of the dense path: 1 GiB in fp32
 
 
@@ -41,19 +42,6 @@ class MaskRule:
 
     window: int | None
     causal: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Tiles of 128 x 128 that flex attention visits: [num_query_tiles, num_key_tiles] each.
-
-    Attributes:
-        partial: bool, tiles in which the rule must be asked pair by pair.
-        full: bool, tiles that are visible throughout.
-    """
-
-    partial: np.ndarray
-    full: np.ndarray
 
 
 def visible(
@@ -138,8 +126,10 @@ def dense_mask(
     return mask_mod(none, none, query, key)
 
 
-def find_tiles(blocks: Blocks, *, context_length: int, rule: MaskRule, group: int = 1) -> Tiles:
-    """Tiles that the rule touches, and those that it covers, by counting interval ends.
+def find_tiles(
+    blocks: Blocks, *, context_length: int, rule: MaskRule, group: int = 1
+) -> np.ndarray:
+    """Which tiles the rule touches, and which it covers, by counting interval ends.
 
     Each block adds +1 where its interval of key tiles begins and -1 where it ends; a running sum
     over key tiles then counts, for every tile, the blocks that touch it. A tile is full when every
@@ -151,6 +141,10 @@ def find_tiles(blocks: Blocks, *, context_length: int, rule: MaskRule, group: in
         context_length: S.
         rule: of the layer.
         group: query heads packed into one: a block then has `group * B` rows.
+
+    Returns:
+        uint8 [query tiles, key tiles]: 0 not visited, PARTIAL (the rule must be asked pair by
+        pair) or WHOLE (all visible).
 
     Raises:
         ValueError: if the context is no multiple of the tile.
@@ -183,7 +177,7 @@ def find_tiles(blocks: Blocks, *, context_length: int, rule: MaskRule, group: in
     full = np.cumsum(covered, axis=1)[:, :-1] == members[:, None]
     if (num_blocks * num_rows) % TILE:
         full[-1] = False  # rows past the last belong to no block
-    return Tiles(partial=any_visible & ~full, full=full)
+    return np.where(full, WHOLE, any_visible * PARTIAL).astype(np.uint8)
 
 
 def _query_tiles(row: np.ndarray, num_rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -196,11 +190,6 @@ def _query_tiles(row: np.ndarray, num_rows: int) -> list[tuple[np.ndarray, np.nd
 def _count(counts: np.ndarray, tile: np.ndarray, begin: np.ndarray, end: np.ndarray) -> None:
     np.add.at(counts, (tile, begin), 1)
     np.add.at(counts, (tile, end), -1)
-
-
-def tile_kinds(tiles: Tiles) -> np.ndarray:
-    """Both kinds of tiles in one array, uint8 [rows, columns]: 0 not visited, 1 partial, 2 full."""
-    return tiles.partial.astype(np.uint8) + 2 * tiles.full.astype(np.uint8)
 
 
 def ordered_tiles(tiles: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,11 +212,11 @@ def block_mask(
     num_queries: int,
     num_keys: int,
 ) -> BlockMask:
-    """A BlockMask from `tile_kinds` on the device: keys by query tile, and queries by key tile.
+    """A BlockMask from `find_tiles` on the device: keys by query tile, and queries by key tile.
 
     The lists are made there: they are eight times as large as what they are made of.
     """
-    partial, full = kinds == 1, kinds == 2
+    partial, full = kinds == PARTIAL, kinds == WHOLE
     lists = [
         array[None, None]
         for tiles in (partial, full, partial.T, full.T)
@@ -258,7 +247,7 @@ _compiled_flex_attention = torch.compile(flex_attention, dynamic=False, fullgrap
 # Tiles of the kernels that were fastest on an H200 at head width 128, for one sliding layer of the headline workload,
 # packed: forward 3.9 ms, backward 8.4 ms (next best 8.9, with two tiles of 32 x 128 and 8 warps 9.4).
 # (ROWS_GUARANTEED_SAFE is not for us: a row may see nothing of the first tile it visits: its gradient would be NaN.)
-_KERNEL_OPTIONS: Any = {
+_HOPPER_TILES: Any = {
     "fwd_BLOCK_M": 128,
     "fwd_BLOCK_N": 128,
     "fwd_num_warps": 8,
@@ -270,6 +259,13 @@ _KERNEL_OPTIONS: Any = {
     "bwd_num_warps": 4,
     "bwd_num_stages": 3,
 }
+_tiles: Any = {}  # in use; without any flex attention takes its own for the chip
+
+
+def choose_tiles(device: torch.device) -> None:
+    """On a Hopper chip take the measured tiles; others hold less in the memory of a multiprocessor."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        _tiles.update(_HOPPER_TILES)
 
 
 # For fewer than 128 rows flex attention has a kernel for decoding, whose bounds do not know our tiles.
@@ -303,7 +299,7 @@ def attend(
     q, k, v = q_AQD[None], k_GTD[None], v_GTD[None]
     if isinstance(mask, BlockMask):
         measured = q.shape[-1] == 128 and q.dtype == torch.bfloat16  # fp32 tiles would not fit
-        options = (_KERNEL_OPTIONS if measured else {}) | _ONE_KERNEL
+        options = (_tiles if measured else {}) | _ONE_KERNEL
         sizes = {"group": len(q_AQD) // len(k_GTD), "num_blocks": num_blocks}
         rows = packed(q_AQD, **sizes)[None]
         out = _compiled_flex_attention(rows, k, v, block_mask=mask, kernel_options=options)

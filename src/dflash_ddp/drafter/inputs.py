@@ -17,7 +17,6 @@ from dflash_ddp.drafter.attention import (
     dense_mask,
     find_tiles,
     mask_function,
-    tile_kinds,
 )
 from dflash_ddp.drafter.blocks import Blocks
 from dflash_ddp.drafter.loss import Rows
@@ -32,7 +31,7 @@ class HostInputs:
 
     Attributes:
         arrays: name -> array; see `Inputs` for names and shapes.
-        tiles: kind of layer -> `tile_kinds` of its mask; empty for dense attention.
+        tiles: kind of layer -> `find_tiles` of its mask; empty for dense attention.
         num_chunks: loss chunks that hold a supervised slot.
         weight_sum: sum of position weights.
         num_tokens: real tokens of the packed batch.
@@ -108,7 +107,7 @@ def host_inputs(
     }
     sizes = {"context_length": context_length, "group": shape.group}
     tiles = {
-        kind: tile_kinds(find_tiles(blocks, rule=shape.mask_rule(kind), **sizes))
+        kind: find_tiles(blocks, rule=shape.mask_rule(kind), **sizes)
         for kind in (dict.fromkeys(shape.layer_types) if flex else {})
     }
     num_chunks = -(-len(slots_R) // chunk_rows)

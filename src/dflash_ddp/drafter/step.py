@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dflash_ddp.compiling import require_compiler, require_main_thread
 from dflash_ddp.config import Recompute
+from dflash_ddp.drafter.attention import choose_tiles
 from dflash_ddp.drafter.inputs import Inputs
 from dflash_ddp.drafter.loss import (
     ChunkFunctions,
@@ -45,6 +46,7 @@ def compile_step(model: Drafter, *, chunk_rows: int, recompute: Recompute) -> Lo
         RuntimeError: torch.compile is switched off.
     """
     require_compiler()
+    choose_tiles(next(model.parameters()).device)
     # Let the compiler recompute cheap elementwise results in backward: a fifth less memory for a
     # hundredth more time (`python -m dflash_ddp.bench drafter`, H200).
     functorch.activation_memory_budget = 0.95
