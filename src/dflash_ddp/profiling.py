@@ -26,6 +26,11 @@ MARGIN = 1.2  # over what could not be allocated, since memory is also cut into 
 _UNITS = {"GiB": GIB, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
 
+def record_memory() -> None:
+    """From here on note who allocates what on the GPU, by lines of Python: for a snapshot."""
+    torch.cuda.memory._record_memory_history(stacks="python", max_entries=MEMORY_EVENTS)
+
+
 class StepProfiler:
     """A trace of steps first..end-1; does nothing on other steps, or if none is asked for."""
 
@@ -36,8 +41,6 @@ class StepProfiler:
         self._file = Path(config.output_dir) / FOLDER / f"{name}.json.gz"
         self._cuda = device.type == "cuda"
         self._profile: profile | None = None
-        if config.profile.memory and self._cuda:
-            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
 
     def at(self, step: int) -> None:
         """This step begins now."""

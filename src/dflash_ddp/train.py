@@ -181,6 +181,7 @@ def run_rank(config: Config) -> None:
     with exit_on_error() as handler:
         from dflash_ddp.control import Control
         from dflash_ddp.preflight import device_type
+        from dflash_ddp.profiling import record_memory
         from dflash_ddp.startup import prepare_run
         from dflash_ddp.stopping import listen
         from dflash_ddp.world import JobStore, close_world, init_world
@@ -205,6 +206,8 @@ def run_rank(config: Config) -> None:
             share_gpu=config.split.share_gpu,
             lane_ctas=config.split.lane_ctas,
         )
+        if config.profile.memory and device == "cuda":
+            record_memory()
         summary = play_roles(run, world, control)
         control.done()
         control.wait_all_done()
@@ -237,7 +240,14 @@ def end_job(control: "Control", config: Config, error: BaseException) -> NoRetur
     if isinstance(error, torch.OutOfMemoryError):
         from dflash_ddp.profiling import out_of_memory
 
-        tell(out_of_memory(config, control.topology.role(control.rank), control.rank, error))
+        try:
+            tell(out_of_memory(config, control.topology.role(control.rank), control.rank, error))
+        except (
+            ConfigError,
+            OSError,
+            RuntimeError,
+        ) as trouble:  # the first cause must still be told
+            tell(f"no advice on memory: {trouble}")
     if isinstance(error, ConfigError):
         tell(error)
         control.abort(f"{control.topology.describe(control.rank)} refuses the settings")

@@ -7,11 +7,13 @@ import signal
 import time
 
 import pytest
+import torch
 from ranks import Outcome, report
 from training import die, train
 
 import dflash_ddp.channel
 import dflash_ddp.drafter.saving
+import dflash_ddp.profiling
 from dflash_ddp.target.capture import Target
 
 pytestmark = pytest.mark.dist
@@ -88,18 +90,35 @@ def break_rotation() -> None:
     dflash_ddp.drafter.saving.rotate = rotate
 
 
+def oom_without_advice() -> None:
+    """Memory runs out where nothing can be written: the first cause must be told all the same."""
+
+    def out_of_memory(*_args: object) -> str:
+        raise OSError("no space left")
+
+    dflash_ddp.profiling.out_of_memory = out_of_memory
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+
 @pytest.mark.parametrize(
     ("event", "rank", "words", "cause"),
     [
         ("oom", 0, "forward item", "rank 0 (target) failed in phase 'forward item 4': OutOfMemoryError"),
         ("oom", 2, "train step", "rank 2 (drafter) failed in phase 'train step 3': OutOfMemoryError"),
+        (oom_without_advice, 2, "train step", "'train step 3': OutOfMemoryError"),
         ("raise", 3, "train step", "rank 3 (drafter) failed in phase 'train step 3': ValueError: the dog"),
         (break_rotation, 2, "train step", "ValueError: the dog ate it"),
     ],
-    ids=["out of memory, target", "out of memory, drafter", "error", "error in the saving thread"],
+    ids=[
+        "out of memory, target",
+        "out of memory, drafter",
+        "out of memory, no advice",
+        "error",
+        "error in the saving thread",
+    ],
 )
 def test_error_of_any_rank_and_thread(material, event, rank, words, cause):
-    name = f"error {rank} {cause[-3:]}"
+    name = f"error {rank} {getattr(event, '__name__', event)}"
     outcomes = train(
         4, material.overrides(name, *RUN), {(rank, words, 4): event}, check=False, pace_s=0.05
     )
