@@ -15,7 +15,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from dflash_ddp.config import ConfigError
-from dflash_ddp.model_card import heldout_row, model_card
+from dflash_ddp.metrics_file import heldout_row
+from dflash_ddp.model_card import model_card
 from dflash_ddp.native import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -102,7 +103,7 @@ def export(options: ExportConfig) -> Path:
         architectures = read_config(target.path, target.revision, False).architectures or []
         config = speculators_config(config, shape, target=target.path, architectures=architectures)
     step = step_of(run, source) or settings.steps or 0
-    heldout = heldout_row(run / "metrics.jsonl", step)
+    heldout = heldout_row(run, step)
     card = model_card(settings, shape, step=step, heldout=heldout, form=options.format.value)
     work = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(work, ignore_errors=True)

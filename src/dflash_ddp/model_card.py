@@ -1,19 +1,9 @@
 """The README.md of an exported drafter: for which target, from what data, how good, and how to serve it."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 from dflash_ddp.config import Config
 from dflash_ddp.drafter.model import SLIDING, DrafterShape
-
-
-def heldout_row(metrics: Path, step: int) -> dict[str, Any] | None:
-    """What the evaluation at a step logged; None if there was none."""
-    if not metrics.is_file():
-        return None
-    rows = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
-    return next((r for r in rows if r["step"] == step and "heldout/documents" in r), None)
 
 
 def _accept_length(row: dict[str, Any] | None) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from dflash_ddp import glossary
-from dflash_ddp.runlog import METRICS_FILE
+from dflash_ddp.metrics_file import METRICS_FILE, read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -99,12 +99,10 @@ def read_run(folder: Path) -> RunRecord:
     """
     if not (folder / METRICS_FILE).is_file():
         raise ValueError(f"run={folder}: there is no {METRICS_FILE}; give the directory of a run")
-    lines = (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
     config, data = folder / "config.yaml", folder / "data_report.json"
     settings = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
     reports = json.loads(data.read_text(encoding="utf-8")) if data.is_file() else {}
-    return RunRecord(folder.name, rows, flat(settings), reports)
+    return RunRecord(folder.name, read_rows(folder), flat(settings), reports)
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -13,52 +13,11 @@ from typing import Any, NamedTuple
 
 from dflash_ddp import glossary
 from dflash_ddp.config import Config, Wandb
+from dflash_ddp.metrics_file import METRICS_FILE, RowFile, drop_rows_after
 from dflash_ddp.panel import Panel, Setup, derived
 from dflash_ddp.settings import resolved
 
 logger = logging.getLogger(__name__)
-
-METRICS_FILE = "metrics.jsonl"
-
-
-def drop_rows_after(file: Path, step: int) -> None:
-    """Before a resume: forget rows of steps that will be made again, and a half-written line."""
-    if not file.is_file():
-        return
-    kept = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if line.endswith("}") and json.loads(line)["step"] <= step:
-            kept.append(line + "\n")
-    part = file.with_name(f".{file.name}")
-    part.write_text("".join(kept), encoding="utf-8")
-    part.rename(file)  # whole or not at all: a run may be killed here, too
-
-
-class RowFile:
-    """A file of lines on a disk that may be full or gone: what fails is written with the next."""
-
-    def __init__(self, path: Path) -> None:
-        """Go on behind the lines that are there."""
-        self._path = path
-        self._size = path.stat().st_size if path.is_file() else 0
-        self._waiting: list[str] = []
-
-    def append(self, line: str) -> None:
-        """Add a line; a row that cannot be written now is a warning."""
-        self._waiting.append(line + "\n")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                if file.tell() > self._size:
-                    file.truncate(self._size)  # a part of an earlier try
-                file.write("".join(self._waiting))
-                file.flush()
-                self._size = file.tell()
-        except OSError as error:
-            if len(self._waiting) == 1:
-                logger.error("%s cannot be written, rows wait in memory: %s", self._path, error)
-        else:
-            self._waiting.clear()
 
 
 class RunLog:
@@ -67,7 +26,7 @@ class RunLog:
     def __init__(self, folder: Path, config: Config, setup: Setup, *, first_step: int) -> None:
         """Open `metrics.jsonl` at the step to go on from, wandb, and the panel."""
         # An evaluation at the step of a checkpoint is not made again, but one before all steps is.
-        drop_rows_after(folder / METRICS_FILE, first_step if first_step > 0 else -1)
+        drop_rows_after(folder, first_step if first_step > 0 else -1)
         self._file = RowFile(folder / METRICS_FILE)
         self._setup, self._panel = setup, Panel(setup)
         self._wandb = start_wandb(folder, config)

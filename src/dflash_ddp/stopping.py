@@ -94,7 +94,7 @@ class Stopping:
         if self._control.rank == self._leader:
             told = self._control.asked("save")
             if told is not None:
-                logger.info("%s: saving, then going on", told)
+                logger.info("%s: saving what is new, then going on", told)
             self.reason = self._control.asked("stop")
             if self.reason is None and time.monotonic() >= self._ends_at:
                 self.reason = self._limit

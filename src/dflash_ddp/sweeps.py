@@ -21,6 +21,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from dflash_ddp.metrics_file import read_rows
+
 JOBS_FILE = "jobs.jsonl"
 COLUMNS = (
     ("accept length", "heldout/accept_length", "{:.3f}"),
@@ -80,9 +82,7 @@ def clean_environment() -> dict[str, str]:
 def last_values(folder: Path) -> dict[str, float]:
     """The last value of each column in a run's rows, of held-out text the highest; what there is."""
     found: dict[str, float] = {}
-    file = folder / "metrics.jsonl"
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
-        row = json.loads(line)
+    for row in read_rows(folder):
         for _, key, _ in COLUMNS:
             if key in row:
                 best = found.get(key, row[key]) if key.startswith("heldout/") else row[key]

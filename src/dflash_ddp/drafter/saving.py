@@ -9,6 +9,7 @@ import logging
 import shutil
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 import torch
@@ -26,12 +27,12 @@ from dflash_ddp.checkpoint import (
     step_of,
     write_checkpoint,
 )
-from dflash_ddp.config import Export, OnError
+from dflash_ddp.config import OnError
 from dflash_ddp.control import Control
 from dflash_ddp.log import exit_on_error
-from dflash_ddp.model_card import heldout_row, model_card
+from dflash_ddp.metrics_file import heldout_row
+from dflash_ddp.model_card import model_card
 from dflash_ddp.native import native_config
-from dflash_ddp.runlog import METRICS_FILE
 from dflash_ddp.startup import Run
 from dflash_ddp.upload import Uploader
 
@@ -60,7 +61,7 @@ class Saver:
         self._checkpoints = run.folder / "checkpoints"
         self._thread: threading.Thread | None = None
         self._stall_s = 0.0
-        self._metrics: dict[str, float] = {}
+        self._metrics: deque[dict[str, float]] = deque()  # of the thread that writes
         self._num_failed = 0
         upload = run.config.checkpoint.upload
         self._uploader = None if upload is None else Uploader(upload, control)
@@ -89,8 +90,10 @@ class Saver:
 
     def metrics(self) -> dict[str, float]:
         """Of the writes that ended since the last call, for the next row."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
+        found: dict[str, float] = {}
+        while self._metrics:
+            found |= self._metrics.popleft()
+        return found
 
     def _write(
         self,
@@ -114,7 +117,9 @@ class Saver:
                 "saved %s: training stood still for %.2f s, written in %.2f s",
                 *(folder, self._stall_s, write_s),
             )
-            self._metrics |= {"checkpoint/stall_s": self._stall_s, "checkpoint/write_s": write_s}
+            self._metrics.append(
+                {"checkpoint/stall_s": self._stall_s, "checkpoint/write_s": write_s}
+            )
             self._rotate(best)
             if self._uploader is not None:
                 self._uploader.offer(folder)
@@ -139,7 +144,7 @@ class Saver:
                 )
             except (OSError, SafetensorError) as error:
                 self._num_failed += 1
-                self._metrics |= {"checkpoint/failed": self._num_failed}
+                self._metrics.append({"checkpoint/failed": self._num_failed})
                 text = f"the checkpoint of step {state.step} cannot be written: {error}"
                 stops = run.config.checkpoint.on_error is OnError.stop
                 if stops or (last and pause is None):
@@ -166,18 +171,17 @@ class Saver:
 
         Args:
             step: the last one saved.
-            best: the step wanted.
+            best: the step wanted; None: the last.
         """
         self.wait()
         export = self._run.folder / "export"
-        wanted = [best, step] if self._run.config.checkpoint.export is Export.best else [step]
         exported = next(
-            (s for s in wanted if s and step_folder(self._checkpoints, s).is_dir()), None
+            (s for s in (best, step) if s and step_folder(self._checkpoints, s).is_dir()), None
         )
         if exported is None:
             return None
-        if exported != wanted[0] and wanted[0] is not None:
-            logger.warning("the checkpoint of the best step %d is gone", wanted[0])
+        if best not in (None, exported):
+            logger.warning("the checkpoint of the best step %d is gone", best)
         work = export.with_name(".tmp-export")
         shutil.rmtree(work, ignore_errors=True)
         shutil.copytree(
@@ -186,7 +190,7 @@ class Saver:
             ignore=shutil.ignore_patterns("trainer.*"),
         )
         run = self._run
-        heldout = heldout_row(run.folder / METRICS_FILE, exported)
+        heldout = heldout_row(run.folder, exported)
         card = model_card(run.config, run.shape, step=exported, heldout=heldout, form="native")
         (work / "README.md").write_text(card, encoding="utf-8")
         put_in_place(work, export)
