@@ -1,0 +1,35 @@
+"""Rows of a run that a disk or a kill has cut, for all who read them."""
+
+import json
+
+import pytest
+
+from dflash_ddp.metrics_file import METRICS_FILE, drop_rows_after, heldout_row, read_rows
+from dflash_ddp.report import read_run
+from dflash_ddp.sweeps import last_values
+
+ROWS = [
+    {"step": 2, "train/loss": 0.1 + 0.2},
+    {"step": 2, "heldout/documents": 5, "heldout/accept_length": 1.5},
+    {"step": 4, "train/loss": 1e-9},
+]
+
+
+@pytest.mark.parametrize(
+    "tail", [b"", b'{"step": 6, "train/lo', b"\0\0\0\0", b"\xff\xfe\n", b'{"step": 6}{"st}', b"7\n"]
+)
+def test_a_line_that_is_cut_is_no_row_and_hurts_no_reader(tmp_path, tail):
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    (tmp_path / METRICS_FILE).write_bytes(lines + tail)
+    assert read_rows(tmp_path) == read_run(tmp_path).rows == ROWS
+    assert heldout_row(tmp_path, 2) == ROWS[1]
+    assert heldout_row(tmp_path, 4) is None
+    assert last_values(tmp_path)["train/loss"] == 1e-9
+    drop_rows_after(tmp_path, 2)
+    assert (tmp_path / METRICS_FILE).read_bytes() == b"".join(lines.splitlines(True)[:2])
+
+
+def test_no_file_has_no_rows_and_is_not_made(tmp_path):
+    drop_rows_after(tmp_path, 3)
+    assert read_rows(tmp_path) == []
+    assert not (tmp_path / METRICS_FILE).exists()
