@@ -122,7 +122,7 @@ def make_plan(
         target_s, drafter_s = facts.target_seconds(gpu), facts.drafter_seconds(gpu)
     else:
         target_s, drafter_s = measured
-    fixed = costs.fixed_share(facts.shape, config, facts.spec.table_rows)
+    fixed = facts.fixed_share()
     target_parts, drafter_parts = facts.target_memory(), facts.drafter_memory()
     both = facts.rank_memory("colocated")
     sums = facts.rank_memory("target"), facts.rank_memory("drafter")
@@ -142,7 +142,6 @@ def make_plan(
                 ),
             }
         )
-    products, attention = costs.drafter_flops(facts.shape, config, facts.spec.table_rows)
     fitting = [row for row in rows if row["fits"] is not False]
     apart = [row for row in fitting if row["split"] != "colocated"]
     best = max(apart or fitting, key=lambda row: row["tokens_per_s"], default=None)
@@ -150,9 +149,8 @@ def make_plan(
         "gpu": gpu.name if gpu else None,
         "gpus": gpus,
         "measured": measured is not None,
-        "target_gflop_per_token": sum(costs.target_flops(facts.sizes, config.data.max_length))
-        / 1e9,
-        "drafter_gflop_per_token": (products + attention) / config.tokens_per_batch / 1e9,
+        "target_gflop_per_token": facts.target_flops() / 1e9,
+        "drafter_gflop_per_token": facts.drafter_flops() / config.tokens_per_batch / 1e9,
         "feature_bytes_per_token": costs.feature_bytes(facts.shape),
         "drafter_parameters": costs.drafter_parameters(facts.shape),
         "target_memory_gib": {k: round(n / GIB, 2) for k, n in target_parts.items()},
