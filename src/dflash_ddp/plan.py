@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dflash_ddp import costs
 from dflash_ddp.bench.drafter import DrafterBench
 from dflash_ddp.bench.measure import milliseconds, reset_peak
-from dflash_ddp.bench.workloads import Workload, random_batch
+from dflash_ddp.bench.workloads import random_batch
 from dflash_ddp.config import Config, ConfigError
 from dflash_ddp.costs import GIB, GPUS, Gpu
 from dflash_ddp.facts import Facts, read_facts
@@ -41,34 +41,19 @@ MEASURED_STEPS = 3
 
 def measure(facts: Facts) -> tuple[float, float]:
     """Seconds a token of one rank of each role, from a few real steps on this machine's device."""
-    config, shape = facts.config, facts.shape
-    if shape.num_capture_layers != len(shape.layer_types):
-        raise ConfigError("measure=true needs as many target.capture_layers as drafter.num_layers")
+    config, device = facts.config, torch.device(device_type(facts.config.device))
     tokens, longest = config.tokens_per_batch, config.data.max_length
-    work = Workload(
-        tokens=tokens,
-        document=next(n for n in range(longest, 0, -1) if tokens % n == 0),
-        num_anchors=config.drafter.num_anchors,
-        intermediate_size=shape.intermediate_size,
-        num_sliding=config.drafter.sliding_layers,
-        target={"hidden_size": shape.hidden_size, "vocab_size": facts.spec.table_rows},
-        capture_layers=tuple(facts.layers),
-        num_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        num_layers=len(shape.layer_types),
-        block_size=shape.block_size,
-    )
-    device = torch.device(device_type(config.device))
-    target_ms = _measure_target(facts, work, device)
+    document = next(n for n in range(longest, 0, -1) if tokens % n == 0)
+    target_ms = _measure_target(facts, document, device)
     gc.collect()  # the target and its hooks hold each other, and the drafter needs the memory
     reset_peak(device)
-    return target_ms / 1e3 / tokens, _measure_drafter(config, work, device) / 1e3 / tokens
+    drafter_ms = _measure_drafter(facts, document, device)
+    return target_ms / 1e3 / tokens, drafter_ms / 1e3 / tokens
 
 
-def _measure_target(facts: Facts, work: Workload, device: torch.device) -> float:
+def _measure_target(facts: Facts, document: int, device: torch.device) -> float:
     """Median milliseconds of a packed batch through the target, with random weights."""
-    config = facts.config.target
+    config, tokens = facts.config.target, facts.config.tokens_per_batch
     model = random_target(
         read_config(config.path, config.revision, config.trust_remote_code),
         capture_layers=facts.layers,
@@ -80,15 +65,24 @@ def _measure_target(facts: Facts, work: Workload, device: torch.device) -> float
     if device.type == "cuda" if config.compile is None else config.compile:
         compile_layers(model)
     target = Target(model, facts.layers, max_row_tokens=config.row_tokens)
-    batch = random_batch(work, 0, tokens=work.tokens, document=work.document)
-    out_SC = torch.empty(work.tokens, target.feature_width, dtype=model.dtype, device=device)
+    batch = random_batch(0, table_rows=facts.spec.table_rows, tokens=tokens, document=document)
+    out_SC = torch.empty(tokens, target.feature_width, dtype=model.dtype, device=device)
     return _median_ms(lambda: target.features(batch, out_SC), device)
 
 
-def _measure_drafter(config: Config, work: Workload, device: torch.device) -> float:
+def _measure_drafter(facts: Facts, document: int, device: torch.device) -> float:
     """Median milliseconds of forward, backward and update of a packed batch."""
+    config = facts.config
     bench = DrafterBench(
-        work, device, chunk_rows=config.loss.chunk_rows, recompute=config.loss.recompute
+        facts.shape,
+        device,
+        table_rows=facts.spec.table_rows,
+        tokens=config.tokens_per_batch,
+        document=document,
+        num_anchors=config.drafter.num_anchors,
+        chunk_rows=config.loss.chunk_rows,
+        recompute=config.loss.recompute,
+        dtype=config.drafter.dtype,
     )
 
     def step() -> None:
@@ -132,6 +126,8 @@ def make_plan(
         rows.append(
             {
                 "split": split.name,
+                "targets": gpus if split.colocated else split.targets,
+                "drafters": split.drafters,
                 "tokens_per_s": round(split.rate),
                 "target_tokens_per_s": round(split.target_rate),
                 "drafter_tokens_per_s": round(split.drafter_rate),
@@ -178,10 +174,10 @@ def recommend(plan: dict[str, Any], best: dict[str, Any] | None) -> str:
     slower, other = ("targets", drafters) if targets <= drafters else ("drafters", targets)
     idle, anchors = 1 - min(targets, drafters) / other, best["balancing_anchors"]
     balance = f", nobody would at drafter.num_anchors={anchors:,}" if anchors else ""
-    number, rest = (int(text) for text in best["split"][:-1].split("t"))
     sentence = (
-        f"Take split.targets={number} split.drafters={rest}: {best['tokens_per_s']:,} tokens/s {how}; "
-        f"the {slower} set the pace, the others wait {idle:.0%} of the time{balance}"
+        f"Take split.targets={best['targets']} split.drafters={best['drafters']}: "
+        f"{best['tokens_per_s']:,} tokens/s {how}; the {slower} set the pace, the others wait "
+        f"{idle:.0%} of the time{balance}"
     )
     if together["fits"] is not False and together["tokens_per_s"] > best["tokens_per_s"]:
         sentence += (

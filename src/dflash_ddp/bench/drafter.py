@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from dflash_ddp.batch import PackedBatch
 from dflash_ddp.bench.measure import (
     Product,
     alternate,
@@ -15,12 +16,12 @@ from dflash_ddp.bench.measure import (
     reset_peak,
     spread,
 )
-from dflash_ddp.bench.workloads import Workload, compute_dtype, drafter_shape, random_batch
-from dflash_ddp.config import OptimConfig, Recompute
+from dflash_ddp.bench.workloads import Workload, drafter_shape, random_batch
+from dflash_ddp.config import Dtype, OptimConfig, Recompute
 from dflash_ddp.drafter.blocks import make_blocks, sample_anchors
 from dflash_ddp.drafter.inputs import HostInputs, host_inputs, to_device
 from dflash_ddp.drafter.loss import even_chunk_rows
-from dflash_ddp.drafter.model import Drafter
+from dflash_ddp.drafter.model import Drafter, DrafterShape
 from dflash_ddp.drafter.optim import clip_gradients, make_optimizer
 from dflash_ddp.drafter.step import (
     LossSettings,
@@ -29,56 +30,76 @@ from dflash_ddp.drafter.step import (
     forward_backward,
     resolve_recompute,
 )
+from dflash_ddp.preflight import torch_dtype
 
 
 class DrafterBench:
-    """A drafter at a workload's shapes with random weights, and its microbatches."""
+    """A drafter with random weights, and its microbatches of random tokens."""
 
     def __init__(
-        self, work: Workload, device: torch.device, *, chunk_rows: int, recompute: Recompute
+        self,
+        shape: DrafterShape,
+        device: torch.device,
+        *,
+        table_rows: int,
+        tokens: int,
+        document: int,
+        num_anchors: int,
+        chunk_rows: int,
+        recompute: Recompute,
+        dtype: Dtype = Dtype.auto,
     ) -> None:
-        """Allocate weights, tables and features; compile on GPUs."""
-        self.work, self.device, self.shape = work, device, drafter_shape(work)
-        dtype = compute_dtype(device)
+        """Allocate weights, tables and features; compile on GPUs.
+
+        Args:
+            shape: the drafter's.
+            device: where it computes.
+            table_rows: V.
+            tokens: S.
+            document: tokens of each document; divides S.
+            num_anchors: N.
+            chunk_rows, recompute: as in `LossConfig`.
+            dtype: compute dtype.
+        """
+        self.shape, self.device = shape, device
         torch.manual_seed(0)
         with torch.device(device):
-            self.model = Drafter(self.shape)
+            self.model = Drafter(shape)
             for parameter in self.model.parameters():
                 if parameter.dim() > 1:
-                    torch.nn.init.normal_(parameter, std=self.shape.initializer_range)
-            tables = [
-                torch.randn(work.table_rows, work.hidden_size, dtype=dtype).mul_(0.02)
-                for _ in range(2)
-            ]
-            width = work.num_layers * work.hidden_size
-            self.features_SC = torch.randn(work.tokens, width, dtype=dtype)
+                    torch.nn.init.normal_(parameter, std=shape.initializer_range)
+            kind, width = torch_dtype(dtype, device.type), shape.hidden_size
+            tables = [torch.randn(table_rows, width, dtype=kind).mul_(0.02) for _ in range(2)]
+            self.features_SC = torch.randn(tokens, shape.num_capture_layers * width, dtype=kind)
             self.scale = torch.tensor(1e-4)
         self.tables = Tables(*tables)
         recompute = resolve_recompute(recompute)
-        chunk_rows = even_chunk_rows(work.num_anchors * (work.block_size - 1), chunk_rows)
+        chunk_rows = even_chunk_rows(num_anchors * (shape.block_size - 1), chunk_rows)
         if device.type == "cuda":
             self.loss = compile_step(self.model, chunk_rows=chunk_rows, recompute=recompute)
         else:
             self.loss = LossSettings(chunk_rows, recompute)
         self.optimizer = make_optimizer(self.model, OptimConfig())
-        self.hosts = [self._host_inputs(index) for index in range(2)]
+        batches = [
+            random_batch(index, table_rows=table_rows, tokens=tokens, document=document)
+            for index in range(2)
+        ]
+        self.hosts = [self._host_inputs(batch, num_anchors) for batch in batches]
         self._index = 0
 
-    def _host_inputs(self, index: int) -> HostInputs:
-        work = self.work
-        batch = random_batch(work, index, tokens=work.tokens, document=work.document)
+    def _host_inputs(self, batch: PackedBatch, num_anchors: int) -> HostInputs:
         blocks = make_blocks(
             batch,
-            sample_anchors(batch, work.num_anchors, seed=0),
-            num_anchors=work.num_anchors,
-            block_size=work.block_size,
+            sample_anchors(batch, num_anchors, seed=0),
+            num_anchors=num_anchors,
+            block_size=self.shape.block_size,
             gamma=7.0,
         )
         return host_inputs(
             batch,
             blocks,
             self.shape,
-            context_length=work.tokens,
+            context_length=len(self.features_SC),
             chunk_rows=self.loss.chunk_rows,
             flex=self.device.type == "cuda",
         )
@@ -111,6 +132,22 @@ class DrafterBench:
         del self.model, self.tables, self.features_SC, self.optimizer
 
 
+def workload_drafter(
+    work: Workload, device: torch.device, *, chunk_rows: int, recompute: Recompute
+) -> DrafterBench:
+    """The drafter of a workload."""
+    return DrafterBench(
+        drafter_shape(work),
+        device,
+        table_rows=work.table_rows,
+        tokens=work.tokens,
+        document=work.document,
+        num_anchors=work.num_anchors,
+        chunk_rows=chunk_rows,
+        recompute=recompute,
+    )
+
+
 def drafter_products(work: Workload, num_rows: int) -> list[Product]:
     """Every product of a step, forward and backward.
 
@@ -141,7 +178,7 @@ def bench_drafter(
     work: Workload, device: torch.device, *, chunk_rows: int, recompute: Recompute, repeats: int
 ) -> dict[str, Any]:
     """One row: forward and backward, and the optimizer step by itself."""
-    bench = DrafterBench(work, device, chunk_rows=chunk_rows, recompute=recompute)
+    bench = workload_drafter(work, device, chunk_rows=chunk_rows, recompute=recompute)
 
     def first() -> None:
         for _ in range(2):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dflash_ddp.bench.drafter import DrafterBench
+from dflash_ddp.bench.drafter import workload_drafter
 from dflash_ddp.bench.measure import GIB, milliseconds
 from dflash_ddp.bench.ranks import join, leave, meet, options_of_rank, report, run_ranks
 from dflash_ddp.bench.target import TargetBench
@@ -103,7 +103,7 @@ def compute_step(name: str, world: World) -> Callable[[], Any]:
     work = WORKLOADS[name]
     if world.rank == LANE[0]:
         return TargetBench(work, world.device).capture
-    bench = DrafterBench(
+    bench = workload_drafter(
         work, world.device, chunk_rows=LossConfig().chunk_rows, recompute=Recompute.auto
     )
 

@@ -19,7 +19,9 @@ from dflash_ddp.bench.measure import (
     reset_peak,
     spread,
 )
-from dflash_ddp.bench.workloads import Workload, compute_dtype, random_batch, target_config
+from dflash_ddp.bench.workloads import Workload, random_batch, target_config
+from dflash_ddp.config import Dtype
+from dflash_ddp.preflight import torch_dtype
 from dflash_ddp.target.capture import Target
 from dflash_ddp.target.compiled import compile_layers
 from dflash_ddp.target.model import random_target
@@ -32,9 +34,11 @@ class TargetBench:
 
     def __init__(self, work: Workload, device: torch.device) -> None:
         """Make both on the device; compile ours."""
-        config, dtype = target_config(work), compute_dtype(device)
+        config, dtype = target_config(work), torch_dtype(Dtype.auto, device.type)
         document = min(DOCUMENT, work.target_tokens // 2)
-        self.batch = random_batch(work, 0, tokens=work.target_tokens, document=document)
+        self.batch = random_batch(
+            0, table_rows=work.table_rows, tokens=work.target_tokens, document=document
+        )
         ours = random_target(
             target_config(work),
             capture_layers=work.capture_layers,
