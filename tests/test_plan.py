@@ -173,7 +173,7 @@ def run_main(monkeypatch, capsys, *words: str) -> str:
 def test_the_command_prints_a_table_or_one_object(large, monkeypatch, capsys):
     words = (f"target.path={large['27b']}", "gpus=4", "gpu=h100")
     text = run_main(monkeypatch, capsys, *words)
-    found = json.loads(run_main(monkeypatch, capsys, *words, "json=true"))
+    found = json.loads(run_main(monkeypatch, capsys, *words, "json=True"))
     assert text.splitlines()[-1] == found["recommendation"]
     assert [row["split"] for row in found["splits"]] == ["3t1d", "2t2d", "1t3d", "colocated"]
     assert f"{found['splits'][0]['tokens_per_s']:,}" in text
@@ -213,6 +213,9 @@ def test_a_few_real_steps_of_the_real_drafter_replace_the_prediction(tmp_path, m
     ("words", "expected"),
     [
         (["gpu=h2000"], "gpu=h2000 must be one of h200"),
+        (["gpu=h200", "gpus=0"], "gpus=0 must be >= 1"),
+        (["gpu=h200", "json=maybe"], "json: Value 'maybe' is not a valid bool"),
+        (["gpu=h200", "measure"], "measure: arguments are key=value; keys: gpus, gpu"),
         (["gpu=h200", "optim.lrr=1"], "lrr"),
         (["gpu=h200", "target.path=nowhere/target"], "target.path='nowhere/target'"),
         (["gpu=h200", "steps=0"], "steps=0 must be >= 1"),

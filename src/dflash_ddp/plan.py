@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dflash_ddp import costs
 from dflash_ddp.bench.drafter import DrafterBench
 from dflash_ddp.bench.measure import milliseconds, reset_peak
+from dflash_ddp.bench.options import read_options, split_settings
 from dflash_ddp.bench.workloads import random_batch
 from dflash_ddp.config import Config, ConfigError
 from dflash_ddp.costs import GIB, GPUS, Gpu
@@ -35,8 +37,21 @@ from dflash_ddp.target.model import random_target
 from dflash_ddp.target.tables import read_config
 from dflash_ddp.train import CONF_DIR, USER_ERROR, tell
 
-OPTIONS = {"gpus": "", "gpu": "auto", "json": "false", "measure": "false"}
 MEASURED_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """What to plan for; further words are settings of the training command."""
+
+    gpus: int | None = None
+    """Ranks in all; >= 1; null: as many as the settings ask for."""
+    gpu: str = "auto"
+    """What they are, a key of `costs.GPUS`; auto: this machine's."""
+    measure: bool = False
+    """Time a few real steps instead of predicting them."""
+    json: bool = False
+    """Print one JSON object."""
 
 
 def measure(facts: Facts) -> tuple[float, float]:
@@ -231,35 +246,28 @@ def load_config(overrides: list[str]) -> Config:
 def choose_gpu(name: str) -> Gpu | None:
     """The GPU of `gpu=`; auto looks at this machine, and finds None on one without."""
     if name != "auto":
-        if name not in GPUS:
-            raise ConfigError(f"gpu={name} must be one of {', '.join(GPUS)} or auto")
         return GPUS[name]
     return costs.find_gpu(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
 
 
 def main() -> None:
     """Print the plan of the command line's settings."""
-    pairs = [word.partition("=") for word in sys.argv[1:]]
-    options = OPTIONS | {key: value for key, _, value in pairs if key in OPTIONS}
-    overrides = ["".join(pair) for pair in pairs if pair[0] not in OPTIONS]
+    own, settings = split_settings(PlanOptions, sys.argv[1:])
     try:
-        config = load_config(overrides)
-        gpu = choose_gpu(options["gpu"])
-        measures = options["measure"] == "true"
-        if gpu is None and not measures:
+        options = read_options(PlanOptions, own)
+        config = load_config(settings)
+        gpu = choose_gpu(options.gpu)
+        if gpu is None and not options.measure:
             raise ConfigError(
                 f"gpu=auto finds none that it knows here; name one: {', '.join(GPUS)}"
             )
-        gpus = int(options["gpus"] or config.world_size)
-        if gpus < 1:
-            raise ConfigError(f"gpus={gpus} must be >= 1")
         facts = read_facts(config)
-        plan = make_plan(facts, gpus, gpu, measure(facts) if measures else None)
+        measured = measure(facts) if options.measure else None
+        plan = make_plan(facts, options.gpus or config.world_size, gpu, measured)
     except ValueError as error:
         tell(error)
         raise SystemExit(USER_ERROR) from None
-    as_json = options["json"] == "true"
-    text = json.dumps(plan) if as_json else f"{table(plan)}\n{plan['recommendation']}"
+    text = json.dumps(plan) if options.json else f"{table(plan)}\n{plan['recommendation']}"
     sys.stdout.write(text + "\n")
 
 

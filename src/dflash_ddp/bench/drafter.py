@@ -1,5 +1,6 @@
 """The drafter's step: forward, backward and optimizer on one microbatch of a workload."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from dflash_ddp.bench.measure import (
     questions,
     reset_peak,
     spread,
+    this_device,
 )
-from dflash_ddp.bench.workloads import Workload, drafter_shape, random_batch
-from dflash_ddp.config import Dtype, OptimConfig, Recompute
+from dflash_ddp.bench.workloads import WORKLOADS, Workload, drafter_shape, random_batch
+from dflash_ddp.config import Dtype, LossConfig, OptimConfig, Recompute
 from dflash_ddp.drafter.blocks import make_blocks, sample_anchors
 from dflash_ddp.drafter.inputs import HostInputs, host_inputs, to_device
 from dflash_ddp.drafter.loss import even_chunk_rows
@@ -31,6 +33,20 @@ from dflash_ddp.drafter.step import (
     resolve_recompute,
 )
 from dflash_ddp.preflight import torch_dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterOptions:
+    """What is trained."""
+
+    workload: str = "tiny"
+    """Whose drafter."""
+    repeats: int = 5
+    """Steps that count."""
+    chunk_rows: int = LossConfig().chunk_rows
+    """As in `LossConfig`."""
+    recompute: Recompute = Recompute.auto
+    """How the loss gets its gradient."""
 
 
 class DrafterBench:
@@ -174,11 +190,12 @@ def drafter_products(work: Workload, num_rows: int) -> list[Product]:
     return [*products, *head]
 
 
-def bench_drafter(
-    work: Workload, device: torch.device, *, chunk_rows: int, recompute: Recompute, repeats: int
-) -> dict[str, Any]:
+def bench_drafter(options: DrafterOptions) -> dict[str, Any]:
     """One row: forward and backward, and the optimizer step by itself."""
-    bench = workload_drafter(work, device, chunk_rows=chunk_rows, recompute=recompute)
+    work, device, repeats = WORKLOADS[options.workload], this_device(), options.repeats
+    bench = workload_drafter(
+        work, device, chunk_rows=options.chunk_rows, recompute=options.recompute
+    )
 
     def first() -> None:
         for _ in range(2):

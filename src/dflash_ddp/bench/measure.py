@@ -19,6 +19,11 @@ Product = tuple[int, int, int, int]
 """(rows, inner, columns, how often)."""
 
 
+def this_device() -> torch.device:
+    """The first GPU, if there is one, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for the device."""
     if device.type == "cuda":

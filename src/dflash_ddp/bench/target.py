@@ -1,6 +1,7 @@
 """Capture of context features, beside the plain transformers call that returns all hidden states."""
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from dflash_ddp.bench.measure import (
     questions,
     reset_peak,
     spread,
+    this_device,
 )
-from dflash_ddp.bench.workloads import Workload, random_batch, target_config
+from dflash_ddp.bench.workloads import WORKLOADS, Workload, random_batch, target_config
 from dflash_ddp.config import Dtype
 from dflash_ddp.preflight import torch_dtype
 from dflash_ddp.target.capture import Target
@@ -27,6 +29,16 @@ from dflash_ddp.target.compiled import compile_layers
 from dflash_ddp.target.model import random_target
 
 DOCUMENT = 2_048
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetOptions:
+    """What is captured."""
+
+    workload: str = "tiny"
+    """Whose target."""
+    repeats: int = 5
+    """Calls that count."""
 
 
 class TargetBench:
@@ -93,14 +105,15 @@ def target_products(model: PreTrainedModel, tokens: int) -> list[Product]:
     return [(tokens, width, out, often) for (out, width), often in shapes.items()]
 
 
-def bench_target(work: Workload, device: torch.device, *, repeats: int) -> dict[str, Any]:
+def bench_target(options: TargetOptions) -> dict[str, Any]:
     """One row; ours and the plain call take turns."""
+    work, device = WORKLOADS[options.workload], this_device()
     bench = TargetBench(work, device)
     compiled = compile_seconds(bench.capture, device) if device.type == "cuda" else {}
     bench.capture()
     bench.plain_call()
     times = alternate(
-        {"capture": bench.capture, "plain": bench.plain_call}, device, repeats=repeats
+        {"capture": bench.capture, "plain": bench.plain_call}, device, repeats=options.repeats
     )
     reset_peak(device)
     row: dict[str, Any] = spread(times["capture"])
