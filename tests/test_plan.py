@@ -14,7 +14,7 @@ from transformers import AutoModel
 from dflash_ddp import costs, plan
 from dflash_ddp.bench.drafter import DrafterBench, workload_drafter
 from dflash_ddp.bench.workloads import WORKLOADS, drafter_shape, target_config
-from dflash_ddp.config import Recompute
+from dflash_ddp.config import LossConfig
 from dflash_ddp.costs import GIB, GPUS
 from dflash_ddp.drafter.model import Drafter
 from dflash_ddp.facts import Facts, read_facts
@@ -53,7 +53,7 @@ def counted(counter: FlopCounterMode) -> int:
 
 def test_operations_of_the_drafter_are_what_pytorch_counts():
     work, chunk = WORKLOADS["tiny"], 48
-    bench = workload_drafter(work, torch.device("cpu"), chunk_rows=chunk, recompute=Recompute.auto)
+    bench = workload_drafter(work, torch.device("cpu"), LossConfig(chunk_rows=chunk))
     with FlopCounterMode(display=False) as counter:
         bench.forward_backward()
     config = load_config(["experiment=demo"])

@@ -22,6 +22,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_ddp import costs
+from dflash_ddp.batch import PackedBatch
 from dflash_ddp.bench.drafter import DrafterBench
 from dflash_ddp.bench.measure import milliseconds, reset_peak
 from dflash_ddp.bench.options import read_options, split_settings
@@ -59,16 +60,18 @@ def measure(facts: Facts) -> tuple[float, float]:
     config, device = facts.config, torch.device(device_type(facts.config.device))
     tokens, longest = config.tokens_per_batch, config.data.max_length
     document = next(n for n in range(longest, 0, -1) if tokens % n == 0)
-    target_ms = _measure_target(facts, document, device)
+    rows = facts.spec.table_rows
+    batches = [random_batch(index, tokens, document, table_rows=rows) for index in range(2)]
+    target_ms = _measure_target(facts, batches[0], device)
     gc.collect()  # the target and its hooks hold each other, and the drafter needs the memory
     reset_peak(device)
-    drafter_ms = _measure_drafter(facts, document, device)
+    drafter_ms = _measure_drafter(facts, batches, device)
     return target_ms / 1e3 / tokens, drafter_ms / 1e3 / tokens
 
 
-def _measure_target(facts: Facts, document: int, device: torch.device) -> float:
+def _measure_target(facts: Facts, batch: PackedBatch, device: torch.device) -> float:
     """Median milliseconds of a packed batch through the target, with random weights."""
-    config, tokens = facts.config.target, facts.config.tokens_per_batch
+    config = facts.config.target
     model = random_target(
         read_config(config.path, config.revision, config.trust_remote_code),
         capture_layers=facts.layers,
@@ -80,23 +83,21 @@ def _measure_target(facts: Facts, document: int, device: torch.device) -> float:
     if device.type == "cuda" if config.compile is None else config.compile:
         compile_layers(model)
     target = Target(model, facts.layers, max_row_tokens=config.row_tokens)
-    batch = random_batch(0, table_rows=facts.spec.table_rows, tokens=tokens, document=document)
-    out_SC = torch.empty(tokens, target.feature_width, dtype=model.dtype, device=device)
+    size = batch.num_tokens, target.feature_width
+    out_SC = torch.empty(size, dtype=model.dtype, device=device)
     return _median_ms(lambda: target.features(batch, out_SC), device)
 
 
-def _measure_drafter(facts: Facts, document: int, device: torch.device) -> float:
+def _measure_drafter(facts: Facts, batches: list[PackedBatch], device: torch.device) -> float:
     """Median milliseconds of forward, backward and update of a packed batch."""
     config = facts.config
     bench = DrafterBench(
         facts.shape,
         device,
+        batches,
         table_rows=facts.spec.table_rows,
-        tokens=config.tokens_per_batch,
-        document=document,
         num_anchors=config.drafter.num_anchors,
-        chunk_rows=config.loss.chunk_rows,
-        recompute=config.loss.recompute,
+        loss=config.loss,
         dtype=config.drafter.dtype,
     )
 

@@ -1,5 +1,6 @@
 """The drafter's step: forward, backward and optimizer on one microbatch of a workload."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,13 +57,11 @@ class DrafterBench:
         self,
         shape: DrafterShape,
         device: torch.device,
+        batches: Sequence[PackedBatch],
         *,
         table_rows: int,
-        tokens: int,
-        document: int,
         num_anchors: int,
-        chunk_rows: int,
-        recompute: Recompute,
+        loss: LossConfig,
         dtype: Dtype = Dtype.auto,
     ) -> None:
         """Allocate weights, tables and features; compile on GPUs.
@@ -70,11 +69,10 @@ class DrafterBench:
         Args:
             shape: the drafter's.
             device: where it computes.
+            batches: of S tokens each; steps take them in turn.
             table_rows: V.
-            tokens: S.
-            document: tokens of each document; divides S.
             num_anchors: N.
-            chunk_rows, recompute: as in `LossConfig`.
+            loss: its `chunk_rows` and `recompute`.
             dtype: compute dtype.
         """
         self.shape, self.device = shape, device
@@ -86,20 +84,17 @@ class DrafterBench:
                     torch.nn.init.normal_(parameter, std=shape.initializer_range)
             kind, width = torch_dtype(dtype, device.type), shape.hidden_size
             tables = [torch.randn(table_rows, width, dtype=kind).mul_(0.02) for _ in range(2)]
-            self.features_SC = torch.randn(tokens, shape.num_capture_layers * width, dtype=kind)
+            size = batches[0].num_tokens, shape.num_capture_layers * width
+            self.features_SC = torch.randn(size, dtype=kind)
             self.scale = torch.tensor(1e-4)
         self.tables = Tables(*tables)
-        recompute = resolve_recompute(recompute)
-        chunk_rows = even_chunk_rows(num_anchors * (shape.block_size - 1), chunk_rows)
+        recompute = resolve_recompute(loss.recompute)
+        chunk_rows = even_chunk_rows(num_anchors * (shape.block_size - 1), loss.chunk_rows)
         if device.type == "cuda":
             self.loss = compile_step(self.model, chunk_rows=chunk_rows, recompute=recompute)
         else:
             self.loss = LossSettings(chunk_rows, recompute)
         self.optimizer = make_optimizer(self.model, OptimConfig())
-        batches = [
-            random_batch(index, table_rows=table_rows, tokens=tokens, document=document)
-            for index in range(2)
-        ]
         self.hosts = [self._host_inputs(batch, num_anchors) for batch in batches]
         self._index = 0
 
@@ -127,7 +122,7 @@ class DrafterBench:
 
     def forward_backward(self) -> torch.Tensor:
         """Copy in the next microbatch, forward, backward; the sum of its weighted losses."""
-        self._index = 1 - self._index
+        self._index = (self._index + 1) % len(self.hosts)
         inputs = to_device(self.hosts[self._index], self.shape, self.device)
         result = forward_backward(
             self.model, self.tables, self.features_SC, inputs, scale=self.scale, loss=self.loss
@@ -148,19 +143,17 @@ class DrafterBench:
         del self.model, self.tables, self.features_SC, self.optimizer
 
 
-def workload_drafter(
-    work: Workload, device: torch.device, *, chunk_rows: int, recompute: Recompute
-) -> DrafterBench:
-    """The drafter of a workload."""
+def workload_drafter(work: Workload, device: torch.device, loss: LossConfig) -> DrafterBench:
+    """The drafter of a workload, and two batches."""
+    rows, sizes = work.table_rows, (work.tokens, work.document)
+    batches = [random_batch(index, *sizes, table_rows=rows) for index in range(2)]
     return DrafterBench(
         drafter_shape(work),
         device,
-        table_rows=work.table_rows,
-        tokens=work.tokens,
-        document=work.document,
+        batches,
+        table_rows=rows,
         num_anchors=work.num_anchors,
-        chunk_rows=chunk_rows,
-        recompute=recompute,
+        loss=loss,
     )
 
 
@@ -193,9 +186,8 @@ def drafter_products(work: Workload, num_rows: int) -> list[Product]:
 def bench_drafter(options: DrafterOptions) -> dict[str, Any]:
     """One row: forward and backward, and the optimizer step by itself."""
     work, device, repeats = WORKLOADS[options.workload], this_device(), options.repeats
-    bench = workload_drafter(
-        work, device, chunk_rows=options.chunk_rows, recompute=options.recompute
-    )
+    loss = LossConfig(chunk_rows=options.chunk_rows, recompute=options.recompute)
+    bench = workload_drafter(work, device, loss)
 
     def first() -> None:
         for _ in range(2):

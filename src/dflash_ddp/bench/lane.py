@@ -18,7 +18,7 @@ from dflash_ddp.bench.measure import GIB, milliseconds
 from dflash_ddp.bench.ranks import join, leave, meet, options_of_rank, report, run_ranks
 from dflash_ddp.bench.target import TargetBench
 from dflash_ddp.bench.workloads import WORKLOADS
-from dflash_ddp.config import LossConfig, Recompute
+from dflash_ddp.config import LossConfig
 from dflash_ddp.control import Control
 from dflash_ddp.lanes import Mover
 from dflash_ddp.world import World, open_lane
@@ -108,9 +108,7 @@ def compute_step(name: str, world: World) -> Callable[[], Any]:
     work = WORKLOADS[name]
     if world.rank == LANE[0]:
         return TargetBench(work, world.device).capture
-    bench = workload_drafter(
-        work, world.device, chunk_rows=LossConfig().chunk_rows, recompute=Recompute.auto
-    )
+    bench = workload_drafter(work, world.device, LossConfig())
 
     def step() -> None:
         bench.forward_backward()

@@ -48,9 +48,7 @@ class TargetBench:
         """Make both on the device; compile ours."""
         config, dtype = target_config(work), torch_dtype(Dtype.auto, device.type)
         document = min(DOCUMENT, work.target_tokens // 2)
-        self.batch = random_batch(
-            0, table_rows=work.table_rows, tokens=work.target_tokens, document=document
-        )
+        self.batch = random_batch(0, work.target_tokens, document, table_rows=work.table_rows)
         ours = random_target(
             target_config(work),
             capture_layers=work.capture_layers,

@@ -144,7 +144,7 @@ def drafter_shape(work: Workload) -> DrafterShape:
     )
 
 
-def random_batch(index: int, *, table_rows: int, tokens: int, document: int) -> PackedBatch:
+def random_batch(index: int, tokens: int, document: int, *, table_rows: int) -> PackedBatch:
     """Random tokens in documents of one length; the first `PROMPT` of each are not supervised."""
     generator = np.random.default_rng(index)
     num_documents = tokens // document
