@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_ddp.plan import OPTIONS, load_config
+from dflash_ddp.bench.options import split_settings
+from dflash_ddp.plan import PlanOptions, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -50,7 +51,8 @@ def test_commands_name_programs_and_settings_that_exist(page):
         if program not in ("dflash_ddp.train", "dflash_ddp.plan"):
             continue
         pairs = [w for w in words[words.index(program) + 1 :] if "=" in w and "<" not in w]
-        known = OPTIONS if program.endswith("plan") else {}
+        if program.endswith("plan"):
+            _, pairs = split_settings(PlanOptions, pairs)
         swept = "--multirun" in words
-        settings = [w.split(",")[0] if swept else w for w in pairs if w.split("=")[0] not in known]
+        settings = [word.split(",")[0] if swept else word for word in pairs]
         load_config([word for word in settings if not word.startswith("hydra")])

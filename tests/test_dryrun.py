@@ -7,7 +7,8 @@ from runs import run
 from targets import build_target
 from training import compose_config, train
 
-from dflash_ddp import costs, dryrun
+from dflash_ddp import dryrun
+from dflash_ddp.facts import LEVERS
 from dflash_ddp.plan import load_config
 
 
@@ -74,7 +75,7 @@ def test_memory_that_is_not_there_comes_with_what_to_lower(target, tmp_path, mon
     monkeypatch.setattr(dryrun.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(dryrun.torch.cuda, "mem_get_info", lambda _: (0, 4 * 2**20))
     (text,) = (text for right, text in found(target, tmp_path) if "memory" in text and not right)
-    for key, _ in costs.LEVERS["drafter"]:
+    for key, _ in LEVERS["drafter"]:
         assert f"{key}=" in text
 
 

@@ -1,6 +1,5 @@
 """The plan: operations against PyTorch's own count, rates and memory against measurements, ranking against others."""
 
-import copy
 import json
 import sys
 from dataclasses import replace
@@ -13,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel
 
 from dflash_ddp import costs, plan
-from dflash_ddp.bench.drafter import DrafterBench
+from dflash_ddp.bench.drafter import DrafterBench, workload_drafter
 from dflash_ddp.bench.workloads import WORKLOADS, drafter_shape, target_config
-from dflash_ddp.config import Recompute
+from dflash_ddp.config import LossConfig
 from dflash_ddp.costs import GIB, GPUS
 from dflash_ddp.drafter.model import Drafter
 from dflash_ddp.facts import Facts, read_facts
@@ -54,7 +53,7 @@ def counted(counter: FlopCounterMode) -> int:
 
 def test_operations_of_the_drafter_are_what_pytorch_counts():
     work, chunk = WORKLOADS["tiny"], 48
-    bench = DrafterBench(work, torch.device("cpu"), chunk_rows=chunk, recompute=Recompute.auto)
+    bench = workload_drafter(work, torch.device("cpu"), LossConfig(chunk_rows=chunk))
     with FlopCounterMode(display=False) as counter:
         bench.forward_backward()
     config = load_config(["experiment=demo"])
@@ -135,11 +134,9 @@ def test_splits_rank_as_published_runs_of_others_did(large):
 def test_no_role_waits_at_the_balancing_anchors(large):
     facts = facts_of(large, "27b")
     for row in make_plan(facts, 8, H200, None)["splits"][:-1]:
-        balanced = copy.deepcopy(facts.config)
-        balanced.drafter.num_anchors = row["balancing_anchors"]
-        one = 1 / facts.drafter_seconds(H200, balanced)
-        drafters = int(row["split"][2:-1])
-        assert drafters * one == pytest.approx(row["target_tokens_per_s"], rel=0.01)
+        balanced = facts.with_setting("drafter.num_anchors", row["balancing_anchors"])
+        one = 1 / balanced.drafter_seconds(H200)
+        assert row["drafters"] * one == pytest.approx(row["target_tokens_per_s"], rel=0.01)
 
 
 def test_more_of_anything_needs_more_memory_and_what_does_not_fit_is_not_recommended(large):
@@ -176,14 +173,15 @@ def run_main(monkeypatch, capsys, *words: str) -> str:
 def test_the_command_prints_a_table_or_one_object(large, monkeypatch, capsys):
     words = (f"target.path={large['27b']}", "gpus=4", "gpu=h100")
     text = run_main(monkeypatch, capsys, *words)
-    found = json.loads(run_main(monkeypatch, capsys, *words, "json=true"))
+    found = json.loads(run_main(monkeypatch, capsys, *words, "json=True"))
     assert text.splitlines()[-1] == found["recommendation"]
     assert [row["split"] for row in found["splits"]] == ["3t1d", "2t2d", "1t3d", "colocated"]
     assert f"{found['splits'][0]['tokens_per_s']:,}" in text
     assert found["gpu"] == "NVIDIA H100"
 
 
-def test_a_few_real_steps_replace_the_prediction(tmp_path, monkeypatch, capsys):
+def test_a_few_real_steps_of_the_real_drafter_replace_the_prediction(tmp_path, monkeypatch, capsys):
+    """Also with more captured layers than drafter layers, a window and causal blocks."""
     folder = build_target("qwen3_tied", tmp_path)
     words = [
         "experiment=demo",
@@ -191,8 +189,21 @@ def test_a_few_real_steps_replace_the_prediction(tmp_path, monkeypatch, capsys):
         "tokens_per_batch=256",
         "data.max_length=128",
     ]
-    words += ["target.capture_layers=[1,4]", "measure=true", "json=true", "gpus=3"]
+    words += ["target.capture_layers=[0,1,4]", "drafter.sliding_layers=1", "drafter.is_causal=true"]
+    words += ["drafter.sliding_window=32", "drafter.dtype=bfloat16"]
+    benches = []
+
+    class Seen(DrafterBench):
+        def __init__(self, *args, **named):
+            super().__init__(*args, **named)
+            benches.append(self)
+
+    monkeypatch.setattr(plan, "DrafterBench", Seen)
+    words += ["measure=true", "json=true", "gpus=3"]
     found = json.loads(run_main(monkeypatch, capsys, *words))
+    (bench,) = benches
+    assert bench.shape == read_facts(load_config(words[:-3])).shape
+    assert bench.features_SC.dtype == torch.bfloat16
     assert found["measured"]
     assert found["splits"][0]["target_tokens_per_s"] > 0
     assert "measured" in found["recommendation"]
@@ -202,6 +213,9 @@ def test_a_few_real_steps_replace_the_prediction(tmp_path, monkeypatch, capsys):
     ("words", "expected"),
     [
         (["gpu=h2000"], "gpu=h2000 must be one of h200"),
+        (["gpu=h200", "gpus=0"], "gpus=0 must be >= 1"),
+        (["gpu=h200", "json=maybe"], "json: Value 'maybe' is not a valid bool"),
+        (["gpu=h200", "measure"], "measure: arguments are key=value; keys: gpus, gpu"),
         (["gpu=h200", "optim.lrr=1"], "lrr"),
         (["gpu=h200", "target.path=nowhere/target"], "target.path='nowhere/target'"),
         (["gpu=h200", "steps=0"], "steps=0 must be >= 1"),

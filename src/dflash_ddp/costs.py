@@ -8,12 +8,10 @@ were taken on an H200 whose large products reach 790 TFLOP/s, from `python -m df
 headline, 251 ms 8b) and from target captures of Qwen3-8B (45,303 tokens/s) and Qwen3.6-27B (11,310 tokens/s).
 """
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 
-from dflash_ddp.config import TILE, Config
+from dflash_ddp.config import Config
 from dflash_ddp.drafter.model import SLIDING, DrafterShape
 
 GIB = 2**30
@@ -24,7 +22,7 @@ TARGET_ATTENTION_SHARE = 0.5
 DRAFTER_SHARE, DRAFTER_ATTENTION_SHARE = 0.76, 0.30
 PIPELINE = 0.97  # of the slower role's rate
 RESERVE = 0.06  # of a GPU's memory: CUDA, NCCL, and what lies between allocations
-SENDER_SLOTS = 2  # of a target rank
+SENDER_SLOTS = 2  # of a target rank: one is filled while the other is sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ class TargetSizes:
         full, linear: elements that each token is multiplied with, in layers with full and with linear attention.
         attention: query heads * head width, summed over the layers with full attention.
         widest: elements of a token's widest intermediate, such as gate, up and their product.
-        hidden_size, table_rows, tied: as in `TargetSpec`.
+        hidden_size: as in `TargetSpec`.
     """
 
     weights: int
@@ -75,8 +73,6 @@ class TargetSizes:
     attention: int
     widest: int
     hidden_size: int
-    table_rows: int
-    tied: bool
 
 
 def target_flops(sizes: TargetSizes, document: int) -> tuple[int, int]:
@@ -146,15 +142,6 @@ def drafter_seconds(shape: DrafterShape, config: Config, table_rows: int, gpu: G
     return (batch + step / config.microbatches) / config.tokens_per_batch
 
 
-def fixed_share(shape: DrafterShape, config: Config, table_rows: int) -> float:
-    """Part of a drafter's predicted time that does not depend on the anchors; time is linear in them."""
-    without = copy.deepcopy(config)
-    without.drafter.num_anchors = 0
-    gpu = GPUS["h200"]  # of little account in a ratio
-    none = drafter_seconds(shape, without, table_rows, gpu)
-    return none / drafter_seconds(shape, config, table_rows, gpu)
-
-
 def feature_bytes(shape: DrafterShape) -> int:
     """Bytes a token that cross a lane, bf16."""
     return 2 * shape.num_capture_layers * shape.hidden_size
@@ -192,12 +179,6 @@ def drafter_memory(
         "activations": 2 * (len(shape.layer_types) * per_layer + 2 * tokens * width),
         "loss": 2 * (config.loss.chunk_rows * table_rows + 2 * drafted * width),
     }
-
-
-def colocated_memory(target: dict[str, int], drafter: dict[str, int], depth: int) -> int:
-    """Bytes of a rank with both roles: one slot in all."""
-    slot = drafter["slots"] // (depth + 1)
-    return sum(target.values()) + sum(drafter.values()) - target["slots"] - drafter["slots"] + slot
 
 
 def fits(num_bytes: float, gpu: Gpu) -> bool:
@@ -246,62 +227,10 @@ def balancing_anchors(split: SplitRate, anchors: int, fixed: float) -> int | Non
     Args:
         split: with the rates at `anchors`.
         anchors: `drafter.num_anchors` of these rates.
-        fixed: `fixed_share` of a drafter's time.
+        fixed: part of a drafter's time that does not depend on its anchors.
     """
     if split.colocated:
         return None
     wanted = split.drafter_rate / split.target_rate  # of a drafter's time, in what it takes now
     found = round(anchors * (wanted - fixed) / (1 - fixed))
     return found if found >= 1 else None
-
-
-# (setting, multiple it is lowered by): those that change no result come before those that change the training.
-LEVERS = {
-    "drafter": (
-        ("split.depth", 1),
-        ("loss.chunk_rows", 256),
-        ("drafter.num_anchors", 16),
-        ("tokens_per_batch", 128),
-    ),
-    "target": (("target.row_tokens", 128), ("tokens_per_batch", 128)),
-    "colocated": (
-        ("loss.chunk_rows", 256),
-        ("target.row_tokens", 128),
-        ("drafter.num_anchors", 16),
-        ("tokens_per_batch", 128),
-    ),
-}
-
-
-def memory_advice(
-    needed: Callable[[Config], int],
-    levers: Sequence[tuple[str, int]],
-    config: Config,
-    num_bytes: float,
-) -> list[str]:
-    """What to lower, and to what, so that a rank needs `num_bytes` less: the mildest first.
-
-    Args:
-        needed: settings -> bytes of the rank; linear in each lever.
-        levers: those of the role in `LEVERS`.
-        config: the settings now.
-        num_bytes: to be saved.
-    """
-    advice = []
-    for key, multiple in levers:
-        value = attrgetter(key)(config)
-        least = {"split.depth": 0, "loss.chunk_rows": 256, "drafter.num_anchors": 16}.get(
-            key, -(-config.data.max_length // TILE) * TILE
-        )
-        lowered = copy.deepcopy(config)
-        group, name = (key.split(".")[0], key.split(".")[1]) if "." in key else ("", key)
-        place = getattr(lowered, group) if group else lowered
-        setattr(place, name, value - multiple)
-        unit = (needed(config) - needed(lowered)) / multiple
-        if unit <= 0 or least >= value:
-            continue
-        wanted = max(least, int((value - num_bytes / unit) // multiple * multiple))
-        saved = (value - wanted) * unit
-        enough = "" if saved >= num_bytes else ", not enough alone"
-        advice.append(f"{key}={wanted} (now {value}) saves {saved / GIB:.2f} GiB{enough}")
-    return advice

@@ -14,7 +14,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from dflash_ddp import costs
 from dflash_ddp.costs import Gpu
 from dflash_ddp.facts import Facts
 
@@ -55,7 +54,7 @@ class Setup:
 
 def make_setup(facts: Facts, gpu: Gpu | None, *, cpu: bool) -> Setup:
     """From what is known before the first step; `gpu` is that of all ranks, None if unknown."""
-    config, rows = facts.config, facts.spec.table_rows
+    config = facts.config
     return Setup(
         steps=config.steps,
         targets=config.split.targets,
@@ -63,9 +62,9 @@ def make_setup(facts: Facts, gpu: Gpu | None, *, cpu: bool) -> Setup:
         colocated=config.split.colocated,
         num_anchors=config.drafter.num_anchors,
         batches_per_step=config.batches_per_step,
-        target_flops=sum(costs.target_flops(facts.sizes, config.data.max_length)),
-        drafter_flops=sum(costs.drafter_flops(facts.shape, config, rows)),
-        fixed_share=costs.fixed_share(facts.shape, config, rows),
+        target_flops=facts.target_flops(),
+        drafter_flops=facts.drafter_flops(),
+        fixed_share=facts.fixed_share(),
         peak_flops=gpu.tflops * 1e12 if gpu else None,
         shared_cores=cpu,
     )

@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_ddp import costs
+from dflash_ddp.batch import PackedBatch
 from dflash_ddp.bench.drafter import DrafterBench
 from dflash_ddp.bench.measure import milliseconds, reset_peak
-from dflash_ddp.bench.workloads import Workload, random_batch
+from dflash_ddp.bench.options import read_options, split_settings
+from dflash_ddp.bench.workloads import random_batch
 from dflash_ddp.config import Config, ConfigError
 from dflash_ddp.costs import GIB, GPUS, Gpu
 from dflash_ddp.facts import Facts, read_facts
@@ -35,38 +38,38 @@ from dflash_ddp.target.model import random_target
 from dflash_ddp.target.tables import read_config
 from dflash_ddp.train import CONF_DIR, USER_ERROR, tell
 
-OPTIONS = {"gpus": "", "gpu": "auto", "json": "false", "measure": "false"}
 MEASURED_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """What to plan for; further words are settings of the training command."""
+
+    gpus: int | None = None
+    """Ranks in all; >= 1; null: as many as the settings ask for."""
+    gpu: str = "auto"
+    """What they are, a key of `costs.GPUS`; auto: this machine's."""
+    measure: bool = False
+    """Time a few real steps instead of predicting them."""
+    json: bool = False
+    """Print one JSON object."""
 
 
 def measure(facts: Facts) -> tuple[float, float]:
     """Seconds a token of one rank of each role, from a few real steps on this machine's device."""
-    config, shape = facts.config, facts.shape
-    if shape.num_capture_layers != len(shape.layer_types):
-        raise ConfigError("measure=true needs as many target.capture_layers as drafter.num_layers")
+    config, device = facts.config, torch.device(device_type(facts.config.device))
     tokens, longest = config.tokens_per_batch, config.data.max_length
-    work = Workload(
-        tokens=tokens,
-        document=next(n for n in range(longest, 0, -1) if tokens % n == 0),
-        num_anchors=config.drafter.num_anchors,
-        intermediate_size=shape.intermediate_size,
-        num_sliding=config.drafter.sliding_layers,
-        target={"hidden_size": shape.hidden_size, "vocab_size": facts.spec.table_rows},
-        capture_layers=tuple(facts.layers),
-        num_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        num_layers=len(shape.layer_types),
-        block_size=shape.block_size,
-    )
-    device = torch.device(device_type(config.device))
-    target_ms = _measure_target(facts, work, device)
+    document = next(n for n in range(longest, 0, -1) if tokens % n == 0)
+    rows = facts.spec.table_rows
+    batches = [random_batch(index, tokens, document, table_rows=rows) for index in range(2)]
+    target_ms = _measure_target(facts, batches[0], device)
     gc.collect()  # the target and its hooks hold each other, and the drafter needs the memory
     reset_peak(device)
-    return target_ms / 1e3 / tokens, _measure_drafter(config, work, device) / 1e3 / tokens
+    drafter_ms = _measure_drafter(facts, batches, device)
+    return target_ms / 1e3 / tokens, drafter_ms / 1e3 / tokens
 
 
-def _measure_target(facts: Facts, work: Workload, device: torch.device) -> float:
+def _measure_target(facts: Facts, batch: PackedBatch, device: torch.device) -> float:
     """Median milliseconds of a packed batch through the target, with random weights."""
     config = facts.config.target
     model = random_target(
@@ -80,15 +83,22 @@ def _measure_target(facts: Facts, work: Workload, device: torch.device) -> float
     if device.type == "cuda" if config.compile is None else config.compile:
         compile_layers(model)
     target = Target(model, facts.layers, max_row_tokens=config.row_tokens)
-    batch = random_batch(work, 0, tokens=work.tokens, document=work.document)
-    out_SC = torch.empty(work.tokens, target.feature_width, dtype=model.dtype, device=device)
+    size = batch.num_tokens, target.feature_width
+    out_SC = torch.empty(size, dtype=model.dtype, device=device)
     return _median_ms(lambda: target.features(batch, out_SC), device)
 
 
-def _measure_drafter(config: Config, work: Workload, device: torch.device) -> float:
+def _measure_drafter(facts: Facts, batches: list[PackedBatch], device: torch.device) -> float:
     """Median milliseconds of forward, backward and update of a packed batch."""
+    config = facts.config
     bench = DrafterBench(
-        work, device, chunk_rows=config.loss.chunk_rows, recompute=config.loss.recompute
+        facts.shape,
+        device,
+        batches,
+        table_rows=facts.spec.table_rows,
+        num_anchors=config.drafter.num_anchors,
+        loss=config.loss,
+        dtype=config.drafter.dtype,
     )
 
     def step() -> None:
@@ -122,7 +132,7 @@ def make_plan(
         target_s, drafter_s = facts.target_seconds(gpu), facts.drafter_seconds(gpu)
     else:
         target_s, drafter_s = measured
-    fixed = costs.fixed_share(facts.shape, config, facts.spec.table_rows)
+    fixed = facts.fixed_share()
     target_parts, drafter_parts = facts.target_memory(), facts.drafter_memory()
     both = facts.rank_memory("colocated")
     sums = facts.rank_memory("target"), facts.rank_memory("drafter")
@@ -132,6 +142,8 @@ def make_plan(
         rows.append(
             {
                 "split": split.name,
+                "targets": gpus if split.colocated else split.targets,
+                "drafters": split.drafters,
                 "tokens_per_s": round(split.rate),
                 "target_tokens_per_s": round(split.target_rate),
                 "drafter_tokens_per_s": round(split.drafter_rate),
@@ -142,7 +154,6 @@ def make_plan(
                 ),
             }
         )
-    products, attention = costs.drafter_flops(facts.shape, config, facts.spec.table_rows)
     fitting = [row for row in rows if row["fits"] is not False]
     apart = [row for row in fitting if row["split"] != "colocated"]
     best = max(apart or fitting, key=lambda row: row["tokens_per_s"], default=None)
@@ -150,9 +161,8 @@ def make_plan(
         "gpu": gpu.name if gpu else None,
         "gpus": gpus,
         "measured": measured is not None,
-        "target_gflop_per_token": sum(costs.target_flops(facts.sizes, config.data.max_length))
-        / 1e9,
-        "drafter_gflop_per_token": (products + attention) / config.tokens_per_batch / 1e9,
+        "target_gflop_per_token": facts.target_flops() / 1e9,
+        "drafter_gflop_per_token": facts.drafter_flops() / config.tokens_per_batch / 1e9,
         "feature_bytes_per_token": costs.feature_bytes(facts.shape),
         "drafter_parameters": costs.drafter_parameters(facts.shape),
         "target_memory_gib": {k: round(n / GIB, 2) for k, n in target_parts.items()},
@@ -180,10 +190,10 @@ def recommend(plan: dict[str, Any], best: dict[str, Any] | None) -> str:
     slower, other = ("targets", drafters) if targets <= drafters else ("drafters", targets)
     idle, anchors = 1 - min(targets, drafters) / other, best["balancing_anchors"]
     balance = f", nobody would at drafter.num_anchors={anchors:,}" if anchors else ""
-    number, rest = (int(text) for text in best["split"][:-1].split("t"))
     sentence = (
-        f"Take split.targets={number} split.drafters={rest}: {best['tokens_per_s']:,} tokens/s {how}; "
-        f"the {slower} set the pace, the others wait {idle:.0%} of the time{balance}"
+        f"Take split.targets={best['targets']} split.drafters={best['drafters']}: "
+        f"{best['tokens_per_s']:,} tokens/s {how}; the {slower} set the pace, the others wait "
+        f"{idle:.0%} of the time{balance}"
     )
     if together["fits"] is not False and together["tokens_per_s"] > best["tokens_per_s"]:
         sentence += (
@@ -237,35 +247,28 @@ def load_config(overrides: list[str]) -> Config:
 def choose_gpu(name: str) -> Gpu | None:
     """The GPU of `gpu=`; auto looks at this machine, and finds None on one without."""
     if name != "auto":
-        if name not in GPUS:
-            raise ConfigError(f"gpu={name} must be one of {', '.join(GPUS)} or auto")
         return GPUS[name]
     return costs.find_gpu(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
 
 
 def main() -> None:
     """Print the plan of the command line's settings."""
-    pairs = [word.partition("=") for word in sys.argv[1:]]
-    options = OPTIONS | {key: value for key, _, value in pairs if key in OPTIONS}
-    overrides = ["".join(pair) for pair in pairs if pair[0] not in OPTIONS]
+    own, settings = split_settings(PlanOptions, sys.argv[1:])
     try:
-        config = load_config(overrides)
-        gpu = choose_gpu(options["gpu"])
-        measures = options["measure"] == "true"
-        if gpu is None and not measures:
+        options = read_options(PlanOptions, own)
+        config = load_config(settings)
+        gpu = choose_gpu(options.gpu)
+        if gpu is None and not options.measure:
             raise ConfigError(
                 f"gpu=auto finds none that it knows here; name one: {', '.join(GPUS)}"
             )
-        gpus = int(options["gpus"] or config.world_size)
-        if gpus < 1:
-            raise ConfigError(f"gpus={gpus} must be >= 1")
         facts = read_facts(config)
-        plan = make_plan(facts, gpus, gpu, measure(facts) if measures else None)
+        measured = measure(facts) if options.measure else None
+        plan = make_plan(facts, options.gpus or config.world_size, gpu, measured)
     except ValueError as error:
         tell(error)
         raise SystemExit(USER_ERROR) from None
-    as_json = options["json"] == "true"
-    text = json.dumps(plan) if as_json else f"{table(plan)}\n{plan['recommendation']}"
+    text = json.dumps(plan) if options.json else f"{table(plan)}\n{plan['recommendation']}"
     sys.stdout.write(text + "\n")
 
 

@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 
-from dflash_ddp.bench.__main__ import main, read_options
-from dflash_ddp.bench.drafter import bench_drafter, drafter_products
-from dflash_ddp.bench.stream import ideal_items_per_s
+from dflash_ddp.bench.__main__ import main
+from dflash_ddp.bench.drafter import DrafterOptions, bench_drafter, drafter_products
+from dflash_ddp.bench.options import read_options, split_settings
+from dflash_ddp.bench.pipeline import PipelineOptions
 from dflash_ddp.bench.target import TargetBench, target_products
 from dflash_ddp.bench.workloads import WORKLOADS
-from dflash_ddp.config import Recompute
 
 CPU = torch.device("cpu")
 
@@ -29,17 +29,42 @@ def bench(monkeypatch, capfd):
     return run
 
 
-def test_what_cannot_be_run_is_said_with_what_can():
-    assert read_options("target", ["workload=8b"])["repeats"] == "5"
-    for what, pairs in (("", []), ("target", ["work=8b"]), ("drafter", ["workload=big"])):
-        with pytest.raises(SystemExit, match="workload is one of headline, 8b, tiny"):
-            read_options(what, pairs)
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "  drafter workload=tiny repeats=5 chunk_rows=5120 recompute=auto\n"),
+        (["all"], "there is no benchmark 'all'"),
+        (["target", "work=8b"], "work=8b is no setting; did you mean workload?"),
+        (["drafter", "workload=big"], "workload=big must be one of headline, 8b, tiny"),
+        (["drafter", "recompute=some"], "recompute: Invalid value 'some', expected one of [auto"),
+        (["drafter", "repeats=0"], "repeats=0 must be >= 1"),
+        (["lane", "gib=1,x"], "gib[1]: Value 'x' of type 'str' could not be converted to Float"),
+        (["lane", "gib=1,0"], "gib=[1.0, 0.0] must be numbers > 0"),
+        (["lane", "ctas=4,auto"], "ctas=['4', 'auto'] must be whole numbers >= 1, or default"),
+        (["lane", "workload=big"], "workload=big must be one of headline, 8b, tiny, none"),
+        (["stream", "jitter=2"], "jitter=2.0 must lie in 0..1"),
+        (["pipeline", "steps=4", "split.targets=2"], "steps=4 must be > 4"),
+        (["pipeline", "parts"], "parts: arguments are key=value; keys: workload, split"),
+    ],
+)
+def test_what_cannot_be_run_is_said_before_anything_runs(monkeypatch, capsys, words, expected):
+    monkeypatch.setattr(sys, "argv", ["bench", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_settings_of_a_pipeline_are_told_from_its_options():
+    words = ["split=1t1d", "split.share_gpu=true", "parts=false", "~data.heldout", "steps=24"]
+    own, settings = split_settings(PipelineOptions, words)
+    options = read_options(PipelineOptions, own)
+    assert options == PipelineOptions(split="1t1d", parts=False, steps=24)
+    assert settings == ["split.share_gpu=true", "~data.heldout"]
 
 
 def test_drafter_row():
-    row = bench_drafter(
-        WORKLOADS["tiny"], CPU, chunk_rows=128, recompute=Recompute.auto, repeats=2
-    )
+    row = bench_drafter(DrafterOptions(chunk_rows=128, repeats=2))
     assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
     assert row["recompilations"] == row["host_synchronisations"] == 0
     assert row["optimizer_ms"] > 0
@@ -73,7 +98,7 @@ def test_the_stream_keeps_the_slower_role_busy(bench):
     """
     options = ("targets=2", "target_ms=40", "drafter_ms=5", "slow_factor=2", "items=70")
     row = bench("stream", *options)
-    assert row["ideal_items_per_s"] == ideal_items_per_s(2, 1, 40, 5, 2) == 37.5
+    assert row["ideal_items_per_s"] == 37.5
     assert 0.3 < row["share_of_ideal"] <= 1.05
     slow, fast = row["items_of_targets"]
     assert slow + fast == 70

@@ -1,9 +1,12 @@
 """The drafter's step: forward, backward and optimizer on one microbatch of a workload."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from dflash_ddp.batch import PackedBatch
 from dflash_ddp.bench.measure import (
     Product,
     alternate,
@@ -14,13 +17,14 @@ from dflash_ddp.bench.measure import (
     questions,
     reset_peak,
     spread,
+    this_device,
 )
-from dflash_ddp.bench.workloads import Workload, compute_dtype, drafter_shape, random_batch
-from dflash_ddp.config import OptimConfig, Recompute
+from dflash_ddp.bench.workloads import WORKLOADS, Workload, drafter_shape, random_batch
+from dflash_ddp.config import Dtype, LossConfig, OptimConfig, Recompute
 from dflash_ddp.drafter.blocks import make_blocks, sample_anchors
 from dflash_ddp.drafter.inputs import HostInputs, host_inputs, to_device
 from dflash_ddp.drafter.loss import even_chunk_rows
-from dflash_ddp.drafter.model import Drafter
+from dflash_ddp.drafter.model import Drafter, DrafterShape
 from dflash_ddp.drafter.optim import clip_gradients, make_optimizer
 from dflash_ddp.drafter.step import (
     LossSettings,
@@ -29,56 +33,84 @@ from dflash_ddp.drafter.step import (
     forward_backward,
     resolve_recompute,
 )
+from dflash_ddp.preflight import torch_dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterOptions:
+    """What is trained."""
+
+    workload: str = "tiny"
+    """Whose drafter."""
+    repeats: int = 5
+    """Steps that count."""
+    chunk_rows: int = LossConfig().chunk_rows
+    """As in `LossConfig`."""
+    recompute: Recompute = Recompute.auto
+    """How the loss gets its gradient."""
 
 
 class DrafterBench:
-    """A drafter at a workload's shapes with random weights, and its microbatches."""
+    """A drafter with random weights, and its microbatches of random tokens."""
 
     def __init__(
-        self, work: Workload, device: torch.device, *, chunk_rows: int, recompute: Recompute
+        self,
+        shape: DrafterShape,
+        device: torch.device,
+        batches: Sequence[PackedBatch],
+        *,
+        table_rows: int,
+        num_anchors: int,
+        loss: LossConfig,
+        dtype: Dtype = Dtype.auto,
     ) -> None:
-        """Allocate weights, tables and features; compile on GPUs."""
-        self.work, self.device, self.shape = work, device, drafter_shape(work)
-        dtype = compute_dtype(device)
+        """Allocate weights, tables and features; compile on GPUs.
+
+        Args:
+            shape: the drafter's.
+            device: where it computes.
+            batches: of S tokens each; steps take them in turn.
+            table_rows: V.
+            num_anchors: N.
+            loss: its `chunk_rows` and `recompute`.
+            dtype: compute dtype.
+        """
+        self.shape, self.device = shape, device
         torch.manual_seed(0)
         with torch.device(device):
-            self.model = Drafter(self.shape)
+            self.model = Drafter(shape)
             for parameter in self.model.parameters():
                 if parameter.dim() > 1:
-                    torch.nn.init.normal_(parameter, std=self.shape.initializer_range)
-            tables = [
-                torch.randn(work.table_rows, work.hidden_size, dtype=dtype).mul_(0.02)
-                for _ in range(2)
-            ]
-            width = work.num_layers * work.hidden_size
-            self.features_SC = torch.randn(work.tokens, width, dtype=dtype)
+                    torch.nn.init.normal_(parameter, std=shape.initializer_range)
+            kind, width = torch_dtype(dtype, device.type), shape.hidden_size
+            tables = [torch.randn(table_rows, width, dtype=kind).mul_(0.02) for _ in range(2)]
+            size = batches[0].num_tokens, shape.num_capture_layers * width
+            self.features_SC = torch.randn(size, dtype=kind)
             self.scale = torch.tensor(1e-4)
         self.tables = Tables(*tables)
-        recompute = resolve_recompute(recompute)
-        chunk_rows = even_chunk_rows(work.num_anchors * (work.block_size - 1), chunk_rows)
+        recompute = resolve_recompute(loss.recompute)
+        chunk_rows = even_chunk_rows(num_anchors * (shape.block_size - 1), loss.chunk_rows)
         if device.type == "cuda":
             self.loss = compile_step(self.model, chunk_rows=chunk_rows, recompute=recompute)
         else:
             self.loss = LossSettings(chunk_rows, recompute)
         self.optimizer = make_optimizer(self.model, OptimConfig())
-        self.hosts = [self._host_inputs(index) for index in range(2)]
+        self.hosts = [self._host_inputs(batch, num_anchors) for batch in batches]
         self._index = 0
 
-    def _host_inputs(self, index: int) -> HostInputs:
-        work = self.work
-        batch = random_batch(work, index, tokens=work.tokens, document=work.document)
+    def _host_inputs(self, batch: PackedBatch, num_anchors: int) -> HostInputs:
         blocks = make_blocks(
             batch,
-            sample_anchors(batch, work.num_anchors, seed=0),
-            num_anchors=work.num_anchors,
-            block_size=work.block_size,
+            sample_anchors(batch, num_anchors, seed=0),
+            num_anchors=num_anchors,
+            block_size=self.shape.block_size,
             gamma=7.0,
         )
         return host_inputs(
             batch,
             blocks,
             self.shape,
-            context_length=work.tokens,
+            context_length=len(self.features_SC),
             chunk_rows=self.loss.chunk_rows,
             flex=self.device.type == "cuda",
         )
@@ -90,7 +122,7 @@ class DrafterBench:
 
     def forward_backward(self) -> torch.Tensor:
         """Copy in the next microbatch, forward, backward; the sum of its weighted losses."""
-        self._index = 1 - self._index
+        self._index = (self._index + 1) % len(self.hosts)
         inputs = to_device(self.hosts[self._index], self.shape, self.device)
         result = forward_backward(
             self.model, self.tables, self.features_SC, inputs, scale=self.scale, loss=self.loss
@@ -109,6 +141,20 @@ class DrafterBench:
     def release(self) -> None:
         """Give the memory back, for the products that follow."""
         del self.model, self.tables, self.features_SC, self.optimizer
+
+
+def workload_drafter(work: Workload, device: torch.device, loss: LossConfig) -> DrafterBench:
+    """The drafter of a workload, and two batches."""
+    rows, sizes = work.table_rows, (work.tokens, work.document)
+    batches = [random_batch(index, *sizes, table_rows=rows) for index in range(2)]
+    return DrafterBench(
+        drafter_shape(work),
+        device,
+        batches,
+        table_rows=rows,
+        num_anchors=work.num_anchors,
+        loss=loss,
+    )
 
 
 def drafter_products(work: Workload, num_rows: int) -> list[Product]:
@@ -137,11 +183,11 @@ def drafter_products(work: Workload, num_rows: int) -> list[Product]:
     return [*products, *head]
 
 
-def bench_drafter(
-    work: Workload, device: torch.device, *, chunk_rows: int, recompute: Recompute, repeats: int
-) -> dict[str, Any]:
+def bench_drafter(options: DrafterOptions) -> dict[str, Any]:
     """One row: forward and backward, and the optimizer step by itself."""
-    bench = DrafterBench(work, device, chunk_rows=chunk_rows, recompute=recompute)
+    work, device, repeats = WORKLOADS[options.workload], this_device(), options.repeats
+    loss = LossConfig(chunk_rows=options.chunk_rows, recompute=options.recompute)
+    bench = workload_drafter(work, device, loss)
 
     def first() -> None:
         for _ in range(2):

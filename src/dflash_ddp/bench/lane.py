@@ -7,17 +7,18 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from dflash_ddp.bench.drafter import DrafterBench
+from dflash_ddp.bench.drafter import workload_drafter
 from dflash_ddp.bench.measure import GIB, milliseconds
 from dflash_ddp.bench.ranks import join, leave, meet, options_of_rank, report, run_ranks
 from dflash_ddp.bench.target import TargetBench
 from dflash_ddp.bench.workloads import WORKLOADS
-from dflash_ddp.config import LossConfig, Recompute
+from dflash_ddp.config import LossConfig
 from dflash_ddp.control import Control
 from dflash_ddp.lanes import Mover
 from dflash_ddp.world import World, open_lane
@@ -26,18 +27,22 @@ LANE = (0, 1)
 POLL_S = 20e-6
 
 
-def bench_lane(
-    gib: Sequence[float], *, ctas: Sequence[str], workload: str, repeats: int
-) -> dict[str, Any]:
-    """One row, with an entry in `lanes` for each pair of payload and thread blocks.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaneOptions:
+    """What is moved, and beside what."""
 
-    Args:
-        gib: payloads of a transfer, GiB.
-        ctas: GPU thread blocks of a lane; "default" leaves them to NCCL.
-        workload: of the compute that transfers of the first lane disturb; "none": transfers only.
-        repeats: transfers, and steps of compute, that count.
-    """
-    options = {"gib": list(gib), "ctas": list(ctas), "workload": workload, "repeats": repeats}
+    workload: str = "none"
+    """Of the compute that transfers of the first lane disturb; none: transfers only."""
+    gib: list[float] = field(default_factory=lambda: [1.0])
+    """Payloads of a transfer, GiB."""
+    ctas: list[str] = field(default_factory=lambda: ["4", "1", "2", "8", "default"])
+    """GPU thread blocks of a lane; default leaves them to NCCL."""
+    repeats: int = 5
+    """Transfers, and steps of compute, that count."""
+
+
+def bench_lane(options: LaneOptions) -> dict[str, Any]:
+    """One row, with an entry in `lanes` for each pair of payload and thread blocks."""
     target, drafter = run_ranks("dflash_ddp.bench.lane", options, num_ranks=2)
     for there, here in zip(target["lanes"], drafter["lanes"], strict=True):
         here["target_mib"], here["drafter_mib"] = there.pop("mib"), here.pop("mib")
@@ -103,9 +108,7 @@ def compute_step(name: str, world: World) -> Callable[[], Any]:
     work = WORKLOADS[name]
     if world.rank == LANE[0]:
         return TargetBench(work, world.device).capture
-    bench = DrafterBench(
-        work, world.device, chunk_rows=LossConfig().chunk_rows, recompute=Recompute.auto
-    )
+    bench = workload_drafter(work, world.device, LossConfig())
 
     def step() -> None:
         bench.forward_backward()
@@ -135,26 +138,27 @@ def taken_mib() -> int:
     return (total - free - torch.cuda.memory_reserved()) // 2**20
 
 
-def run_rank(options: dict[str, Any]) -> tuple[World, Control, dict[str, Any]]:
+def run_rank(options: LaneOptions) -> tuple[World, Control, dict[str, Any]]:
     """Measure as one of the two ranks."""
-    world, control = join(1, 1, lane_ctas=_ctas(options["ctas"][0]))
-    cuda, first, lanes = world.device.type == "cuda", world.lanes[LANE], []
-    buffer = torch.empty(int(max(options["gib"]) * GIB), dtype=torch.uint8, device=world.device)
+    world, control = join(1, 1, lane_ctas=_ctas(options.ctas[0]))
+    cuda, first = world.device.type == "cuda", world.lanes[LANE]
+    lanes: list[dict[str, Any]] = []
+    buffer = torch.empty(int(max(options.gib) * GIB), dtype=torch.uint8, device=world.device)
     buffer.random_(0, 256)
-    for ctas in options["ctas"]:
+    for ctas in options.ctas:
         before = taken_mib()
         world.lanes[LANE] = open_lane(LANE, cuda=cuda, lane_ctas=_ctas(ctas))
-        for gib in options["gib"]:
+        for gib in options.gib:
             payload = buffer[: int(gib * GIB)]
-            measured = measure_lane(world, payload, repeats=options["repeats"])
+            measured = measure_lane(world, payload, repeats=options.repeats)
             mib = taken_mib() - before
             lanes.append({"ctas": ctas, "gib": gib, **measured, "mib": mib})
     row: dict[str, Any] = {"lanes": lanes}
-    if options["workload"] != "none":
+    if options.workload != "none":
         world.lanes[LANE] = first
-        step = compute_step(options["workload"], world)
-        ((transfer_ms,), _) = meet(lanes[len(options["gib"]) - 1]["ms"])
-        row |= slowdown(step, world, payload, transfer_ms=transfer_ms, repeats=options["repeats"])
+        step = compute_step(options.workload, world)
+        ((transfer_ms,), _) = meet(lanes[len(options.gib) - 1]["ms"])
+        row |= slowdown(step, world, payload, transfer_ms=transfer_ms, repeats=options.repeats)
     return world, control, row
 
 
@@ -164,9 +168,9 @@ def _ctas(text: str) -> int | None:
 
 def main() -> None:
     """A rank's program."""
-    options = options_of_rank()
+    options = options_of_rank(LaneOptions)
     world, control, row = run_rank(options)
-    report(options, world.rank, row)
+    report(world.rank, row)
     leave(world, control)
 
 

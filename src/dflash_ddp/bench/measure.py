@@ -11,11 +11,17 @@ from typing import Any
 import torch
 import torch._dynamo.utils as dynamo
 
-from dflash_ddp.bench.workloads import compute_dtype
+from dflash_ddp.config import Dtype
+from dflash_ddp.preflight import torch_dtype
 
 GIB = 2**30
 Product = tuple[int, int, int, int]
 """(rows, inner, columns, how often)."""
+
+
+def this_device() -> torch.device:
+    """The first GPU, if there is one, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def synchronize(device: torch.device) -> None:
@@ -89,7 +95,7 @@ def compile_seconds(first: Callable[[], Any], device: torch.device) -> dict[str,
 
 def product_ms(m: int, k: int, n: int, device: torch.device) -> float:
     """Median milliseconds of one product [m, k] x [n, k]^T on random data."""
-    dtype = compute_dtype(device)
+    dtype = torch_dtype(Dtype.auto, device.type)
     a = torch.randn(m, k, device=device, dtype=dtype)
     b = torch.randn(n, k, device=device, dtype=dtype)
     for _ in range(2):

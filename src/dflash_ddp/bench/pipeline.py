@@ -12,54 +12,63 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
 from dflash_ddp.bench.workloads import WORKLOADS, Workload, target_config
+from dflash_ddp.config import Config
+from dflash_ddp.settings import parse
 
 DEMO = Path("demo")
 PARTS_TIMEOUT_S, RUN_TIMEOUT_S = 300, 540
 SKIPPED_STEPS = 4  # the first compile, and fill the slots
 
 
-def bench_pipeline(
-    name: str, *, split: str, steps: int, parts: bool, options: Sequence[str]
-) -> dict[str, Any]:
-    """One row.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineOptions:
+    """What is trained; further words are settings of the training command."""
 
-    Args:
-        name: the workload.
-        split: a choice of conf/split.
-        steps: optimizer steps; the first four do not count.
-        parts: also measure both roles alone, and give the run's share of what they allow.
-        options: further settings of the training command.
-    """
-    work = WORKLOADS[name]
-    alone = {role: part_alone(role, name) for role in ("target", "drafter")} if parts else {}
+    workload: str = "tiny"
+    """Whose target and drafter."""
+    split: str = "1t1d"
+    """A choice of conf/split."""
+    steps: int = 12
+    """Optimizer steps; the first `SKIPPED_STEPS` do not count."""
+    parts: bool = True
+    """Also measure both roles alone, and give the run's share of what they allow."""
+
+
+def bench_pipeline(options: PipelineOptions, *settings: str) -> dict[str, Any]:
+    """One row; `settings` are further ones of the training command."""
+    name, work = options.workload, WORKLOADS[options.workload]
+    alone = (
+        {role: part_alone(role, name) for role in ("target", "drafter")} if options.parts else {}
+    )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_inputs(folder, work)
-        rows = train(folder, work, split=split, steps=steps, options=options)
-        settings = json.loads((folder / "run" / "settings.json").read_text())
-    return summary(rows) | (share_of_parts(work, settings, rows, alone) if parts else {})
+        config, rows = train(folder, options, settings)
+    return summary(rows) | (share_of_parts(work, config, rows, alone) if alone else {})
 
 
 def share_of_parts(
     work: Workload,
-    settings: dict[str, Any],
+    config: Config,
     rows: list[dict[str, Any]],
     alone: dict[str, dict[str, Any]],
 ) -> dict[str, float]:
     """The run's rate beside the least of its roles' rates; colocated, both take their turn."""
-    split, batches = settings["split"], settings["batches_per_step"]
-    step_s = alone["drafter"]["ms"] / 1e3 * batches / split["drafters"]
+    split, batches = config.split, config.batches_per_step
+    step_s = alone["drafter"]["ms"] / 1e3 * config.microbatches
     step_s += alone["drafter"]["optimizer_ms"] / 1e3
     drafter_rate = work.tokens * batches / step_s
-    target_rate = alone["target"]["tokens_per_s"] * split["targets"]
+    target_rate = alone["target"]["tokens_per_s"] * split.targets
     in_turn = 1 / (1 / target_rate + 1 / drafter_rate)
-    ideal = in_turn if split["colocated"] else min(target_rate, drafter_rate)
+    ideal = in_turn if split.colocated else min(target_rate, drafter_rate)
     return {
         "targets_alone_tokens_per_s": round(target_rate),
         "drafters_alone_tokens_per_s": round(drafter_rate),
@@ -116,24 +125,21 @@ def write_inputs(folder: Path, work: Workload) -> None:
 
 
 def train(
-    folder: Path, work: Workload, *, split: str, steps: int, options: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Train; the rows of metrics.jsonl. The run's settings stay in `settings.json`."""
-    run = folder / "run"
+    folder: Path, options: PipelineOptions, settings: Sequence[str]
+) -> tuple[Config, list[dict[str, Any]]]:
+    """Train; the run's settings, and the rows of metrics.jsonl."""
+    run, work = folder / "run", WORKLOADS[options.workload]
     command = [sys.executable, "-m", "dflash_ddp.train", *training_settings(folder, work)]
-    command += [f"split={split}", f"steps={steps}", f"output_dir={run}", *options]
+    command += [f"split={options.split}", f"steps={options.steps}", f"output_dir={run}", *settings]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         command, check=False, stdout=sys.stderr, timeout=RUN_TIMEOUT_S, env=environment
     )
     if done.returncode:
         raise SystemExit(done.returncode)
-    from omegaconf import OmegaConf
-
-    settings = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
-    (run / "settings.json").write_text(json.dumps(settings))
+    config = parse(OmegaConf.load(run / "config.yaml"))  # type: ignore[arg-type]
     with (run / "metrics.jsonl").open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
+        return config, [json.loads(line) for line in lines]
 
 
 def training_settings(folder: Path, work: Workload) -> list[str]:

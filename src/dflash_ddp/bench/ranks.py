@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dflash_ddp.control import Control
+from dflash_ddp.settings import Options
 from dflash_ddp.world import (
     JobStore,
     World,
@@ -25,8 +27,10 @@ HEARTBEAT_TIMEOUT_S = 60.0
 LIMIT_S = 540.0
 
 
-def run_ranks(module: str, options: dict[str, Any], *, num_ranks: int) -> list[dict[str, Any]]:
-    """Run `python -m module '<options>'` on `num_ranks` ranks; what each gave to `report`.
+def run_ranks(module: str, options: Any, *, num_ranks: int) -> list[dict[str, Any]]:
+    """Run `python -m module '<options>' <folder>` on `num_ranks` ranks; what each gave to `report`.
+
+    `options` is a dataclass of plain values.
 
     Raises:
         SystemExit: a rank failed; its own words are on the screen.
@@ -34,21 +38,21 @@ def run_ranks(module: str, options: dict[str, Any], *, num_ranks: int) -> list[d
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc_per_node", str(num_ranks), "-m", module]
-        command.append(json.dumps(options | {"folder": folder}))
+        command += [json.dumps(asdict(options)), folder]
         done = subprocess.run(command, check=False, timeout=LIMIT_S, stdout=sys.stderr)
         if done.returncode:
             raise SystemExit(done.returncode)
         return [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(num_ranks)]
 
 
-def options_of_rank() -> dict[str, Any]:
+def options_of_rank(schema: type[Options]) -> Options:
     """What `run_ranks` was given."""
-    return json.loads(sys.argv[1])
+    return schema(**json.loads(sys.argv[1]))
 
 
-def report(options: dict[str, Any], rank: int, row: dict[str, Any]) -> None:
+def report(rank: int, row: dict[str, Any]) -> None:
     """Give the parent what this rank has measured."""
-    (Path(options["folder"]) / f"{rank}.json").write_text(json.dumps(row))
+    (Path(sys.argv[2]) / f"{rank}.json").write_text(json.dumps(row))
 
 
 def join(num_targets: int, num_drafters: int, *, lane_ctas: int | None) -> tuple[World, Control]:

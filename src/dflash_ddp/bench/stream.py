@@ -6,6 +6,7 @@ min(sum over targets of 1 / target time, drafters / drafter time).
 
 import random
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,47 +15,45 @@ import torch.distributed as dist
 from dflash_ddp.bench.ranks import join, leave, options_of_rank, report, run_ranks
 from dflash_ddp.channel import FeatureReceiver, FeatureSender, Routing
 from dflash_ddp.control import Control
+from dflash_ddp.costs import SENDER_SLOTS
 from dflash_ddp.world import World
 
 WARM_UP_ITEMS = 10
 
 
-def bench_stream(
-    *,
-    targets: int,
-    drafters: int,
-    target_ms: float,
-    drafter_ms: float,
-    slow_factor: float,
-    jitter: float,
-    mib: float,
-    items: int,
-) -> dict[str, Any]:
-    """One row.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamOptions:
+    """What takes how long. The first `WARM_UP_ITEMS` items of each drafter do not count."""
 
-    Args:
-        targets: target ranks.
-        drafters: drafter ranks.
-        target_ms: time of an item on a target; on target 0 `slow_factor` times as long.
-        drafter_ms: time of an item on a drafter.
-        slow_factor: see `target_ms`.
-        jitter: each time is longer or shorter by up to this share, at random but keyed by the item.
-        mib: bytes of an item, all of which the drafter compares.
-        items: how many; a soak has many.
-    """
-    options = {
-        "targets": targets,
-        "drafters": drafters,
-        "target_ms": target_ms,
-        "drafter_ms": drafter_ms,
-        "slow_factor": slow_factor,
-        "jitter": jitter,
-        "slot_bytes": int(mib * 2**20),
-        "items": items,
-    }
+    targets: int = 2
+    """Target ranks."""
+    drafters: int = 1
+    """Drafter ranks."""
+    target_ms: float = 40.0
+    """Time of an item on a target; on target 0 `slow_factor` times as long."""
+    drafter_ms: float = 20.0
+    """Time of an item on a drafter."""
+    slow_factor: float = 1.0
+    """See `target_ms`."""
+    jitter: float = 0.0
+    """Each time is longer or shorter by up to this share, at random but keyed by the item; 0..1."""
+    mib: float = 1.0
+    """Size of an item, all of which the drafter compares."""
+    items: int = 200
+    """How many; a soak has many."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of an item."""
+        return int(self.mib * 2**20)
+
+
+def bench_stream(options: StreamOptions) -> dict[str, Any]:
+    """One row."""
+    targets, drafters = options.targets, options.drafters
     rows = run_ranks("dflash_ddp.bench.stream", options, num_ranks=targets + drafters)
     rate = min(row["items_per_s"] for row in rows[targets:]) * drafters
-    ideal = ideal_items_per_s(targets, drafters, target_ms, drafter_ms, slow_factor)
+    ideal = ideal_items_per_s(options)
     return {
         "items_per_s": round(rate, 2),
         "ideal_items_per_s": round(ideal, 2),
@@ -63,12 +62,10 @@ def bench_stream(
     }
 
 
-def ideal_items_per_s(
-    targets: int, drafters: int, target_ms: float, drafter_ms: float, slow_factor: float
-) -> float:
+def ideal_items_per_s(options: StreamOptions) -> float:
     """The rate if no rank ever waited for anything but the slower role."""
-    made = 1e3 / target_ms * (targets - 1 + 1 / slow_factor)
-    return min(made, 1e3 / drafter_ms * drafters)
+    made = 1e3 / options.target_ms * (options.targets - 1 + 1 / options.slow_factor)
+    return min(made, 1e3 / options.drafter_ms * options.drafters)
 
 
 def take_time(milliseconds: float, item: int, jitter: float) -> None:
@@ -77,34 +74,37 @@ def take_time(milliseconds: float, item: int, jitter: float) -> None:
     time.sleep(milliseconds * factor / 1e3)
 
 
-def send_items(world: World, control: Control, routing: Routing, options: dict[str, Any]) -> dict:
+def send_items(world: World, control: Control, routing: Routing, options: StreamOptions) -> dict:
     """A target's program."""
     sender = FeatureSender(
-        world, control, routing, num_slots=2, slot_bytes=options["slot_bytes"], dtype="uint8"
+        world,
+        control,
+        routing,
+        num_slots=SENDER_SLOTS,
+        slot_bytes=options.slot_bytes,
+        dtype="uint8",
     )
-    slow = options["slow_factor"] if world.rank == 0 else 1.0
+    slow = options.slow_factor if world.rank == 0 else 1.0
     count = 0
     while (claim := sender.acquire()) is not None:
-        take_time(options["target_ms"] * slow, claim.item, options["jitter"])
+        take_time(options.target_ms * slow, claim.item, options.jitter)
         claim.slot.fill_(claim.item % 251)
-        sender.send(claim, num_bytes=options["slot_bytes"], num_tokens=1, digest=claim.item)
+        sender.send(claim, num_bytes=options.slot_bytes, num_tokens=1, digest=claim.item)
         count += 1
     sender.drain()
     return {"items": count}
 
 
-def receive_items(
-    world: World, control: Control, routing: Routing, options: dict[str, Any]
-) -> dict:
+def receive_items(world: World, control: Control, routing: Routing, options: StreamOptions) -> dict:
     """A drafter's program."""
     receiver = FeatureReceiver(
-        world, control, routing, num_slots=3, slot_bytes=options["slot_bytes"], dtype="uint8"
+        world, control, routing, num_slots=3, slot_bytes=options.slot_bytes, dtype="uint8"
     )
     count, begin = 0, time.perf_counter()
     while (received := receiver.receive()) is not None:
         assert bool((received.slot == received.item % 251).all()), "wrong bytes"
         receiver.release(received)
-        take_time(options["drafter_ms"], -1 - received.item, options["jitter"])
+        take_time(options.drafter_ms, -1 - received.item, options.jitter)
         # Who meets: the drafter ranks, once an item, as DDP does.
         dist.all_reduce(torch.ones(1, device=world.device), group=world.drafter_group)
         count += 1
@@ -117,17 +117,17 @@ def receive_items(
 
 def main() -> None:
     """A rank's program."""
-    options = options_of_rank()
-    num_drafters = options["drafters"]
-    world, control = join(options["targets"], num_drafters, lane_ctas=4)
+    options = options_of_rank(StreamOptions)
+    num_drafters = options.drafters
+    world, control = join(options.targets, num_drafters, lane_ctas=4)
     routing = Routing(
         first_item=0,
-        num_items=options["items"],
+        num_items=options.items,
         route=lambda item: (item % num_drafters, item // num_drafters),
         item_of=lambda drafter, sequence: sequence * num_drafters + drafter,
     )
     act = send_items if world.rank in world.topology.target_ranks else receive_items
-    report(options, world.rank, act(world, control, routing, options))
+    report(world.rank, act(world, control, routing, options))
     leave(world, control)
 
 

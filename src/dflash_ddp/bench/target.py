@@ -1,6 +1,7 @@
 """Capture of context features, beside the plain transformers call that returns all hidden states."""
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,11 @@ from dflash_ddp.bench.measure import (
     questions,
     reset_peak,
     spread,
+    this_device,
 )
-from dflash_ddp.bench.workloads import Workload, compute_dtype, random_batch, target_config
+from dflash_ddp.bench.workloads import WORKLOADS, Workload, random_batch, target_config
+from dflash_ddp.config import Dtype
+from dflash_ddp.preflight import torch_dtype
 from dflash_ddp.target.capture import Target
 from dflash_ddp.target.compiled import compile_layers
 from dflash_ddp.target.model import random_target
@@ -27,14 +31,24 @@ from dflash_ddp.target.model import random_target
 DOCUMENT = 2_048
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetOptions:
+    """What is captured."""
+
+    workload: str = "tiny"
+    """Whose target."""
+    repeats: int = 5
+    """Calls that count."""
+
+
 class TargetBench:
     """A target with random weights, twice: as training runs it, and plain, on the same weights."""
 
     def __init__(self, work: Workload, device: torch.device) -> None:
         """Make both on the device; compile ours."""
-        config, dtype = target_config(work), compute_dtype(device)
+        config, dtype = target_config(work), torch_dtype(Dtype.auto, device.type)
         document = min(DOCUMENT, work.target_tokens // 2)
-        self.batch = random_batch(work, 0, tokens=work.target_tokens, document=document)
+        self.batch = random_batch(0, work.target_tokens, document, table_rows=work.table_rows)
         ours = random_target(
             target_config(work),
             capture_layers=work.capture_layers,
@@ -89,14 +103,15 @@ def target_products(model: PreTrainedModel, tokens: int) -> list[Product]:
     return [(tokens, width, out, often) for (out, width), often in shapes.items()]
 
 
-def bench_target(work: Workload, device: torch.device, *, repeats: int) -> dict[str, Any]:
+def bench_target(options: TargetOptions) -> dict[str, Any]:
     """One row; ours and the plain call take turns."""
+    work, device = WORKLOADS[options.workload], this_device()
     bench = TargetBench(work, device)
     compiled = compile_seconds(bench.capture, device) if device.type == "cuda" else {}
     bench.capture()
     bench.plain_call()
     times = alternate(
-        {"capture": bench.capture, "plain": bench.plain_call}, device, repeats=repeats
+        {"capture": bench.capture, "plain": bench.plain_call}, device, repeats=options.repeats
     )
     reset_peak(device)
     row: dict[str, Any] = spread(times["capture"])

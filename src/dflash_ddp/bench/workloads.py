@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import PretrainedConfig, Qwen3_5TextConfig, Qwen3Config
 
 from dflash_ddp.batch import PackedBatch
 from dflash_ddp.drafter.model import FULL, SLIDING, DrafterShape
+
+PROMPT = 16  # tokens of a document
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,6 @@ class Workload:
     head_dim: int = 128
     num_layers: int = 5
     block_size: int = 16
-    prompt: int = 16
 
     @property
     def hidden_size(self) -> int:
@@ -113,7 +113,6 @@ WORKLOADS = {
         num_key_value_heads=2,
         head_dim=16,
         num_layers=2,
-        prompt=16,
     ),
 }
 
@@ -145,21 +144,16 @@ def drafter_shape(work: Workload) -> DrafterShape:
     )
 
 
-def random_batch(work: Workload, index: int, *, tokens: int, document: int) -> PackedBatch:
-    """Random tokens in documents of one length; the prompt of each is not generated."""
+def random_batch(index: int, tokens: int, document: int, *, table_rows: int) -> PackedBatch:
+    """Random tokens in documents of one length; the first `PROMPT` of each are not supervised."""
     generator = np.random.default_rng(index)
     num_documents = tokens // document
     positions = np.tile(np.arange(document, dtype=np.int32), num_documents)
     return PackedBatch(
         index=index,
-        input_ids=generator.integers(0, work.table_rows - 1, tokens, dtype=np.int32),
+        input_ids=generator.integers(0, table_rows - 1, tokens, dtype=np.int32),
         positions=positions,
-        loss_mask=positions >= work.prompt,
+        loss_mask=positions >= PROMPT,
         document_lengths=np.full(num_documents, document, dtype=np.int32),
         document_ids=np.arange(num_documents),
     )
-
-
-def compute_dtype(device: torch.device) -> torch.dtype:
-    """bf16 on GPUs, fp32 on CPUs."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32

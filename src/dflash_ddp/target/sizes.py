@@ -38,8 +38,6 @@ def read_sizes(
         attention=width * len(full),
         widest=3 * spec.intermediate_size,
         hidden_size=spec.hidden_size,
-        table_rows=spec.table_rows,
-        tied=spec.tied,
     )
 
 

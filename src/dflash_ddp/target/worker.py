@@ -11,6 +11,7 @@ from dflash_ddp.batch import PackedBatch
 from dflash_ddp.channel import FeatureSender, Routing
 from dflash_ddp.compiling import compile_now, require_compiler, require_main_thread
 from dflash_ddp.control import Control
+from dflash_ddp.costs import SENDER_SLOTS
 from dflash_ddp.profiling import StepProfiler
 from dflash_ddp.startup import Run
 from dflash_ddp.target.capture import Target, check_features, compile_rows
@@ -20,8 +21,6 @@ from dflash_ddp.target.tables import read_config
 from dflash_ddp.world import World, peak_gib
 
 logger = logging.getLogger(__name__)
-
-NUM_SLOTS = 2  # one is filled while the other is sent
 
 
 class FeatureSource:
@@ -85,7 +84,7 @@ def stream_features(run: Run, world: World, control: Control, routing: Routing) 
         world,
         control,
         routing,
-        num_slots=NUM_SLOTS,
+        num_slots=SENDER_SLOTS,
         slot_bytes=run.slot_bytes,
         dtype=str(run.feature_dtype),
     )
