@@ -28,9 +28,9 @@ def documents_of(target: Path, rows: Path, cache: Path):
     """The settings of a run on this text, and (prompt, answer) of each of its documents."""
     config, documents = Config(), []
     config.target.path, config.data.cache_dir = str(target), str(cache)
-    config.data.num_workers = 0
+    config.data.num_workers, config.data.heldout = 0, str(rows)
     tokenizer = load_tokenizer(config)
-    store = prepare_text(config, tokenizer, name="heldout", path=str(rows), split="train")
+    store = prepare_text(config, tokenizer, "heldout")
     for number in range(store.num_documents):
         batch = packed_batch(store, np.array([number]), number)
         (span,) = answer_spans(batch)

@@ -35,7 +35,7 @@ SHAPE = tiny_shape()
 S, GAMMA, CHUNK_ROWS, NUM_ANCHORS = 128, 4.0, 16, 8
 TABLES = Tables(table(SHAPE), table(SHAPE, seed=1))
 OPTIM = OptimConfig(lr=1e-3, weight_decay=0.01)
-RECOMPUTE = [r for r in Recompute if r is not Recompute.auto]
+RECOMPUTE = list(Recompute)
 
 
 @pytest.fixture(autouse=True)

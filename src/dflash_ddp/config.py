@@ -34,9 +34,8 @@ class Dtype(Enum):
 
 
 class Recompute(Enum):
-    """How the loss gets its gradient; auto is in_forward."""
+    """How the loss gets its gradient."""
 
-    auto = "auto"
     in_forward = "in_forward"
     reentrant = "reentrant"
     non_reentrant = "non_reentrant"
@@ -203,8 +202,8 @@ class OptimConfig:
 class LossConfig:
     """Cross-entropy of the supervised slots."""
 
-    recompute: Recompute = Recompute.auto
-    """auto | in_forward | reentrant | non_reentrant | none: how its gradient is made; all are equal."""
+    recompute: Recompute = Recompute.in_forward
+    """in_forward | reentrant | non_reentrant | none: how its gradient is made; all are equal."""
     position_weight: PositionWeight = PositionWeight.decay
     """decay: slot k weighs exp(-(k-1)/gamma) | uniform | dpace: by what the drafter itself finds
     likely (D-PACE)."""

@@ -6,6 +6,7 @@ started, and nothing is left behind in the folders that are tried.
 
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from dflash_ddp.facts import read_facts
 from dflash_ddp.preflight import device_type, load_tokenizer, preflight, use_cache_without_hub
 from dflash_ddp.startup import Run, check_continues
 from dflash_ddp.target.tables import read_spec
-from dflash_ddp.texts import TEXT_KEYS, render_settings
+from dflash_ddp.texts import TEXT_KEYS, render_settings, source_of
 
 SAMPLE_ROWS = 200
 
@@ -30,9 +31,8 @@ SAMPLE_ROWS = 200
 def dry_run(config: Config) -> Iterator[tuple[bool, str]]:
     """(is right, what was found) for each check."""
     use_cache_without_hub()
-    checks: list[Callable[[Config], str]] = [_target, _text("text", config.data.path)]
-    if config.data.heldout is not None:
-        checks.append(_text("heldout", config.data.heldout))
+    checks: list[Callable[[Config], str]] = [_target]
+    checks += [partial(_text, name) for name in TEXT_KEYS if source_of(config, name)[0] is not None]
     checks += [_memory, _write_access]
     for check in checks:
         try:
@@ -59,30 +59,28 @@ def _target(config: Config) -> str:
     return f"{text}would go on from {checkpoint}, if the text is the same"
 
 
-def _text(name: str, path: str) -> Callable[[Config], str]:
-    def check(config: Config) -> str:
-        data, tokenizer = config.data, load_tokenizer(config)
-        settings = render_settings(config, tokenizer)
-        split = data.split if name == "text" else data.heldout_split
-        rows = raw_rows(
-            open_sources(path, split=split, revision=data.revision, key=TEXT_KEYS[name])
+def _text(name: str, config: Config) -> str:
+    data, tokenizer, (path, split) = config.data, load_tokenizer(config), source_of(config, name)
+    assert path is not None
+    rows = raw_rows(open_sources(path, split=split, revision=data.revision, key=TEXT_KEYS[name]))
+    read = list(
+        tokenised_rows(
+            islice(rows, SAMPLE_ROWS),
+            tokenizer,
+            settings=render_settings(config, tokenizer),
+            num_workers=0,
         )
-        sample = islice(rows, SAMPLE_ROWS)
-        read = list(tokenised_rows(sample, tokenizer, settings=settings, num_workers=0))
-        documents = [document for row in read for document in row.documents]
-        bad = [row for row in read if not row.documents]
-        malformed = [row for row in bad if not any(r.reason in HARMLESS for r in row.rejected)]
-        first = f"; first: {bad[0].place}: {bad[0].rejected[0].reason}" if bad else ""
-        counts = (
-            f"first {len(read)} rows: {len(documents)} documents, {len(bad)} rows unusable{first}"
-        )
-        if not documents or len(malformed) > data.max_bad_share * len(read):
-            raise ConfigError(f"data ({name}): {path}: {counts}")
-        tokens = sum(len(document.ids) for document in documents)
-        supervised = sum(int(document.loss_mask.sum()) for document in documents) / tokens
-        return f"data ({name}): {counts}; {supervised:.0%} of {tokens:,} tokens are supervised"
-
-    return check
+    )
+    documents = [document for row in read for document in row.documents]
+    bad = [row for row in read if not row.documents]
+    malformed = [row for row in bad if not any(r.reason in HARMLESS for r in row.rejected)]
+    first = f"; first: {bad[0].place}: {bad[0].rejected[0].reason}" if bad else ""
+    counts = f"first {len(read)} rows: {len(documents)} documents, {len(bad)} rows unusable{first}"
+    if not documents or len(malformed) > data.max_bad_share * len(read):
+        raise ConfigError(f"data ({name}): {path}: {counts}")
+    tokens = sum(len(document.ids) for document in documents)
+    supervised = sum(int(document.loss_mask.sum()) for document in documents) / tokens
+    return f"data ({name}): {counts}; {supervised:.0%} of {tokens:,} tokens are supervised"
 
 
 def _memory(config: Config) -> str:

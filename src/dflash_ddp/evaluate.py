@@ -257,14 +257,7 @@ def evaluate(options: EvaluateConfig) -> dict[str, Any]:
     dtype = torch_dtype(options.dtype, device)
     pair = load_pair(config, folder, device=device, dtype=dtype)
     data = config.data
-    assert data.heldout is not None
-    store = prepare_text(
-        config,
-        load_tokenizer(config),
-        name="heldout",
-        path=data.heldout,
-        split=data.heldout_split,
-    )
+    store = prepare_text(config, load_tokenizer(config), "heldout")
     size = pair.drafter.model.shape.block_size
     own, text, total = AcceptTally.empty(size), AcceptTally.empty(size), Total(size)
     sampler = Sampler(options.temperature, torch.Generator(device).manual_seed(config.seed))

@@ -12,8 +12,7 @@ from dflash_ddp.native import drafter_shape
 from dflash_ddp.target.sizes import read_sizes
 from dflash_ddp.target.tables import (
     TargetSpec,
-    check_capture_layers,
-    default_capture_layers,
+    choose_capture_layers,
     read_spec,
 )
 
@@ -122,10 +121,7 @@ def read_facts(config: Config) -> Facts:
     target, drafter = config.target, config.drafter
     try:
         spec = read_spec(target.path, target.revision, target.trust_remote_code)
-        layers = target.capture_layers or default_capture_layers(
-            spec.num_layers, drafter.num_layers
-        )
-        check_capture_layers(layers, spec.num_layers)
+        layers = choose_capture_layers(target.capture_layers, spec.num_layers, drafter.num_layers)
         mask = drafter.mask_token_id or 0  # which row it is costs nothing
         shape = drafter_shape(drafter, spec, num_capture_layers=len(layers), mask_token_id=mask)
         sizes = read_sizes(

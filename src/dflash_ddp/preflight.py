@@ -34,10 +34,9 @@ from dflash_ddp.native import (
 )
 from dflash_ddp.target.tables import (
     TargetSpec,
-    check_capture_layers,
     check_files,
+    choose_capture_layers,
     choose_mask_token,
-    default_capture_layers,
     read_spec,
 )
 from dflash_ddp.upload import check_address
@@ -130,10 +129,9 @@ def preflight(config: Config) -> Preflight:
                 f"data.max_length={config.data.max_length} must not exceed the target's "
                 f"max_position_embeddings={spec.max_position_embeddings}: it knows no later places"
             )
-        layers = config.target.capture_layers or default_capture_layers(
-            spec.num_layers, config.drafter.num_layers
+        layers = choose_capture_layers(
+            config.target.capture_layers, spec.num_layers, config.drafter.num_layers
         )
-        check_capture_layers(layers, spec.num_layers)
         tokenizer = load_tokenizer(config)
         mask_token_id = choose_mask_token(spec, tokenizer, config.drafter.mask_token_id)
         shape = drafter_shape(

@@ -22,30 +22,31 @@ TEXT_KEYS = {"text": "data.path", "heldout": "data.heldout"}
 def prepare_texts(config: Config, *, speaks: bool) -> dict[str, str | None]:
     """Tokenise training and held-out text; where they lie."""
     tokenizer = load_tokenizer(config)
-    data = config.data
     found: dict[str, str | None] = {"text": None, "heldout": None}
-    for name, path, split in (
-        ("text", data.path, data.split),
-        ("heldout", data.heldout, data.heldout_split),
-    ):
-        if path is None:
+    for name in found:
+        if source_of(config, name)[0] is None:
             continue
-        store = prepare_text(config, tokenizer, name=name, path=path, split=split)
+        store = prepare_text(config, tokenizer, name)
         found[name] = str(store.path)
         if speaks:
             logger.info("%s", format_report(store.report))
     return found
 
 
-def prepare_text(
-    config: Config, tokenizer: Any, *, name: str, path: str, split: str
-) -> DocumentStore:
+def source_of(config: Config, name: str) -> tuple[str | None, str]:
+    """Path and split of the "text" or the "heldout" text; no path: there is none."""
+    data = config.data
+    return (data.path, data.split) if name == "text" else (data.heldout, data.heldout_split)
+
+
+def prepare_text(config: Config, tokenizer: Any, name: str) -> DocumentStore:
     """Tokenise one text under the target's chat template, or find it in the cache.
 
     Raises:
         ConfigError: it cannot be read or used; `name` says which text.
     """
-    data = config.data
+    data, (path, split) = config.data, source_of(config, name)
+    assert path is not None
     workers = data.num_workers
     if workers is None:
         workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))

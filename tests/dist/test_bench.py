@@ -32,11 +32,11 @@ def bench(monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "  drafter workload=tiny repeats=5 chunk_rows=5120 recompute=auto\n"),
+        ([], "  drafter workload=tiny repeats=5 chunk_rows=5120 recompute=in_forward\n"),
         (["all"], "there is no benchmark 'all'"),
         (["target", "work=8b"], "work=8b is no setting; did you mean workload?"),
         (["drafter", "workload=big"], "workload=big must be one of headline, 8b, tiny"),
-        (["drafter", "recompute=some"], "recompute: Invalid value 'some', expected one of [auto"),
+        (["drafter", "recompute=some"], "recompute: Invalid value 'some', expected one of [in_forward"),
         (["drafter", "repeats=0"], "repeats=0 must be >= 1"),
         (["lane", "gib=1,x"], "gib[1]: Value 'x' of type 'str' could not be converted to Float"),
         (["lane", "gib=1,0"], "gib=[1.0, 0.0] must be numbers > 0"),

@@ -23,15 +23,13 @@ from dflash_ddp.bench.workloads import WORKLOADS, Workload, drafter_shape, rando
 from dflash_ddp.config import Dtype, LossConfig, OptimConfig, Recompute
 from dflash_ddp.drafter.blocks import make_blocks, sample_anchors
 from dflash_ddp.drafter.inputs import HostInputs, host_inputs, to_device
-from dflash_ddp.drafter.loss import even_chunk_rows
 from dflash_ddp.drafter.model import Drafter, DrafterShape
 from dflash_ddp.drafter.optim import clip_gradients, make_optimizer
 from dflash_ddp.drafter.step import (
-    LossSettings,
     Tables,
     compile_step,
     forward_backward,
-    resolve_recompute,
+    loss_settings,
 )
 from dflash_ddp.preflight import torch_dtype
 
@@ -46,7 +44,7 @@ class DrafterOptions:
     """Steps that count."""
     chunk_rows: int = LossConfig().chunk_rows
     """As in `LossConfig`."""
-    recompute: Recompute = Recompute.auto
+    recompute: Recompute = LossConfig().recompute
     """How the loss gets its gradient."""
 
 
@@ -88,12 +86,9 @@ class DrafterBench:
             self.features_SC = torch.randn(size, dtype=kind)
             self.scale = torch.tensor(1e-4)
         self.tables = Tables(*tables)
-        recompute = resolve_recompute(loss.recompute)
-        chunk_rows = even_chunk_rows(num_anchors * (shape.block_size - 1), loss.chunk_rows)
+        self.loss = loss_settings(loss, num_anchors * (shape.block_size - 1))
         if device.type == "cuda":
-            self.loss = compile_step(self.model, chunk_rows=chunk_rows, recompute=recompute)
-        else:
-            self.loss = LossSettings(chunk_rows, recompute)
+            self.loss = self.loss._replace(functions=compile_step(self.model))
         self.optimizer = make_optimizer(self.model, OptimConfig())
         self.hosts = [self._host_inputs(batch, num_anchors) for batch in batches]
         self._index = 0

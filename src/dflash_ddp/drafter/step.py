@@ -8,13 +8,14 @@ import torch._functorch.config as functorch
 from torch import Tensor, nn
 
 from dflash_ddp.compiling import require_compiler, require_main_thread
-from dflash_ddp.config import Recompute
+from dflash_ddp.config import LossConfig, PositionWeight, Recompute
 from dflash_ddp.drafter.attention import choose_tiles
 from dflash_ddp.drafter.inputs import Inputs
 from dflash_ddp.drafter.loss import (
     ChunkFunctions,
     LossSum,
     chunk_loss,
+    even_chunk_rows,
     logits_to_grad,
     summed_loss,
 )
@@ -39,7 +40,17 @@ class LossSettings(NamedTuple):
     dpace_alpha: float | None = None
 
 
-def compile_step(model: Drafter, *, chunk_rows: int, recompute: Recompute) -> LossSettings:
+def loss_settings(config: LossConfig, num_slots: int) -> LossSettings:
+    """How the loss of N * (B-1) drafted slots runs, not compiled."""
+    dpace = config.position_weight is PositionWeight.dpace
+    return LossSettings(
+        even_chunk_rows(num_slots, config.chunk_rows),
+        config.recompute,
+        dpace_alpha=config.dpace_alpha if dpace else None,
+    )
+
+
+def compile_step(model: Drafter) -> ChunkFunctions:
     """Compile the drafter's parts, in place, and the loss's chunks: static shapes, whole graphs.
 
     Raises:
@@ -51,16 +62,10 @@ def compile_step(model: Drafter, *, chunk_rows: int, recompute: Recompute) -> Lo
     # hundredth more time (`python -m dflash_ddp.bench drafter`, H200).
     functorch.activation_memory_budget = 0.95
     model.compile_parts()
-    functions = ChunkFunctions(
+    return ChunkFunctions(
         torch.compile(chunk_loss, fullgraph=True, dynamic=False),
         torch.compile(logits_to_grad, fullgraph=True, dynamic=False),
     )
-    return LossSettings(chunk_rows, recompute, functions)
-
-
-def resolve_recompute(recompute: Recompute) -> Recompute:
-    """The form that `auto` stands for: in_forward needs two products a chunk instead of three."""
-    return Recompute.in_forward if recompute is Recompute.auto else recompute
 
 
 def draft(model: nn.Module, tables: Tables, features_SC: Tensor, inputs: Inputs) -> Tensor:

@@ -18,14 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from dflash_ddp.accept import AcceptTally
 from dflash_ddp.checkpoint import TrainerState, load_tensors, read_state
 from dflash_ddp.compiling import compile_now, require_compiler
-from dflash_ddp.config import Export, PositionWeight
+from dflash_ddp.config import Export
 from dflash_ddp.control import Control
 from dflash_ddp.costs import find_gpu
 from dflash_ddp.drafter.badsteps import BadSteps
 from dflash_ddp.drafter.heldout import walk_batch
 from dflash_ddp.drafter.inputs import to_device
 from dflash_ddp.drafter.intake import Features, Intake
-from dflash_ddp.drafter.loss import even_chunk_rows
 from dflash_ddp.drafter.metrics import microbatch_sums
 from dflash_ddp.drafter.model import Drafter
 from dflash_ddp.drafter.optim import (
@@ -37,12 +36,11 @@ from dflash_ddp.drafter.optim import (
 )
 from dflash_ddp.drafter.saving import Saver, best_step
 from dflash_ddp.drafter.step import (
-    LossSettings,
     Tables,
     compile_step,
     forward,
     forward_backward,
-    resolve_recompute,
+    loss_settings,
     without_gradient,
 )
 from dflash_ddp.drafter.steplog import StepLog
@@ -87,9 +85,13 @@ class DrafterWorker:
         self.optimizer = make_optimizer(self.model, run.config.optim)
         config = run.config
         self.tables = target_tables(run, device)
-        self.loss = self._loss_settings()
-        if config.loss.position_weight is PositionWeight.dpace:
-            self.loss = self.loss._replace(dpace_alpha=config.loss.dpace_alpha)
+        num_slots = config.drafter.num_anchors * (config.drafter.block_size - 1)
+        self.loss = loss_settings(config.loss, num_slots)
+        cuda = device.type == "cuda"
+        if cuda:
+            require_compiler()  # attention is compiled there even if nothing else is
+        if config.drafter.compile or (config.drafter.compile is None and cuda):
+            self._compile()
         self.trained = self._data_parallel()
         self.log: RunLog | None = None
         if self.ordinal == 0:
@@ -125,22 +127,14 @@ class DrafterWorker:
         self.bad_steps.look(wait=False)  # the row has arrived, so the flags of its steps have
         return {"optim/bad_steps": self.bad_steps.count(step)} | saved
 
-    def _loss_settings(self) -> LossSettings:
+    def _compile(self) -> None:
+        """Compile what a step runs, and run it once, before the first batch comes."""
         config = self.run.config
-        recompute = resolve_recompute(config.loss.recompute)
-        num_slots = config.drafter.num_anchors * (config.drafter.block_size - 1)
-        chunk_rows = even_chunk_rows(num_slots, config.loss.chunk_rows)
-        cuda = self.world.device.type == "cuda"
-        if cuda:
-            require_compiler()  # attention is compiled there even if nothing else is
-        if not (cuda if config.drafter.compile is None else config.drafter.compile):
-            return LossSettings(chunk_rows, recompute)
-        self.loss = compile_step(self.model, chunk_rows=chunk_rows, recompute=recompute)
         graphs = f"{self.run.shape} {self.run.drafter_dtype} {config.tokens_per_batch} "
         graphs += f"{config.drafter.num_anchors} {len(self.tables.head_VH)} {self.loss[:2]}"
+        self.loss = self.loss._replace(functions=compile_step(self.model))
         self.control.phase("compile drafter")
         compile_now("the drafter", graphs, self._step_once)
-        return self.loss
 
     def _step_once(self) -> None:
         """Forward with and without gradients, and backward, as training and evaluation run them."""

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from dflash_ddp.target.tables import check_capture_layers, read_config
+from dflash_ddp.target.tables import read_config
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +69,10 @@ def load_target(
     fused causal attention) or another name of transformers.
 
     Raises:
-        ValueError: bad capture layers, a quantised or incomplete checkpoint, an unknown layout.
+        ValueError: a quantised or incomplete checkpoint, an unknown layout.
     """
     config = read_config(path, revision, trust_remote_code)
     text = config.get_text_config(decoder=True)
-    check_capture_layers(capture_layers, text.num_hidden_layers)
     num_layers = _cut(text, capture_layers)
     # Unread tensors are skipped on purpose: transformers need not list them.
     verbosity = transformers_logging.get_verbosity()

@@ -10,7 +10,6 @@ tables, never from the tokenizer; a tied target gives one tensor under both name
 
 import json
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,16 +165,22 @@ def default_capture_layers(num_layers: int, num_drafter_layers: int) -> list[int
     return layers
 
 
-def check_capture_layers(capture_layers: Sequence[int], num_layers: int) -> None:
-    """ValueError unless ids are distinct decoder layers; any order is fine, features follow it."""
-    layers = list(capture_layers)
-    if not layers or not all(type(i) is int and 0 <= i < num_layers for i in layers):
+def choose_capture_layers(
+    chosen: list[int] | None, num_layers: int, num_drafter_layers: int
+) -> list[int]:
+    """The decoder layers that are read, ascending: the chosen ones, else the default.
+
+    Raises:
+        ValueError: the target has no such layer; see `default_capture_layers`.
+    """
+    if chosen is None:
+        return default_capture_layers(num_layers, num_drafter_layers)
+    if chosen[-1] >= num_layers:
         raise ValueError(
-            f"target.capture_layers={layers}: give at least one id, each in 0..{num_layers - 1} "
-            "(0 is the first decoder layer; the embedding cannot be captured)."
+            f"target.capture_layers={chosen}: the target has layers 0..{num_layers - 1} (0 is the "
+            "first decoder layer; the embedding cannot be captured)."
         )
-    if len(set(layers)) < len(layers):
-        raise ValueError(f"target.capture_layers={layers}: an id occurs twice; list each once.")
+    return chosen
 
 
 def read_tables(
