@@ -254,7 +254,7 @@ def test_a_compressed_file_is_its_content_and_a_cut_one_is_refused(tmp_path):
     whole = file.read_bytes()
     for wrong in (whole[:-9], whole[: len(whole) // 2], whole[:-8] + b"01234567", text, b"\x1f"):
         file.write_bytes(wrong)
-        with pytest.raises(ValueError, match=r"data\.path: .*a\.jsonl\.gz after line \d+"):
+        with pytest.raises(ValueError, match=r"a\.jsonl\.gz after line \d+"):
             read(file)
 
 

@@ -60,7 +60,7 @@ def write(path: Path, *rows: dict | bytes) -> Path:
 
 
 def make(path: Path, *, tokenizer=None, max_length: int = 200, mode=None, **options):
-    options.setdefault("cache_dir", path.parent / "cache")
+    options = {"cache_dir": path.parent / "cache", "max_bad_share": 0.05} | options
     return prepare(
         str(path), tokenizer or make_tokenizer(), settings=settings(max_length, mode), **options
     )

@@ -1,7 +1,8 @@
 """Every setting of a run: its name, type, unit, bound and meaning.
 
 Hydra composes `conf/` and the command line into a tree, and `settings.parse` turns that into the dataclasses below.
-After that nothing changes. This file imports no torch, so that mistakes show before anything slow is loaded.
+What a run finds out itself is put in once, at start: `steps` from `epochs` and, after a restart by the launcher,
+`resume` (startup.py). This file imports no torch, so that mistakes show before anything slow is loaded.
 """
 
 from dataclasses import dataclass, field
@@ -171,7 +172,7 @@ class SplitConfig:
     lane_ctas: int = 4
     """GPU thread blocks that one lane's transfers may use; >= 1."""
     share_gpu: bool = False
-    """All ranks on GPU 0, over NCCL sockets: for checking behaviour on one GPU, not for speed."""
+    """Several ranks on a GPU, over NCCL sockets: for checking behaviour on few GPUs, not for speed."""
 
 
 @dataclass(kw_only=True, slots=True)

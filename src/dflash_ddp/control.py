@@ -116,7 +116,9 @@ class Control:
         """Where failure.json goes; None until the run has claimed its folder."""
         self._restart = launch.restart_count
         self._rounds = 0  # of the watcher
-        self._peers = Peers(launch, topology, beat_s=heartbeat_timeout_s, start_s=start_timeout_s)
+        self._peers = Peers(
+            launch, topology, silent_limit_s=heartbeat_timeout_s, start_limit_s=start_timeout_s
+        )
         self._all_done = False
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)

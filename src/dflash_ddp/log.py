@@ -3,8 +3,9 @@
 In: log records of every rank. Out: lines on stderr that open with time, rank and role; INFO of the
 first rank of each role, warnings of all.
 
-`exit_on_error` is the outermost `with` of a program and of each thread of ours, and holds the only
-broad `except` of the package beside that of an upload. Invariant: an error ends the process. With `publish` set
+`exit_on_error` is the outermost `with` of a program and of each thread of ours. Invariant: an error
+ends the process; other places that catch all errors try again (compiling, upload) or add a name and
+raise (a row of text). With `publish` set
 (`Control.fail`) the cause goes to all ranks, and threads that hang cannot keep the process alive;
 without, the traceback is printed and the launcher ends the other ranks.
 """

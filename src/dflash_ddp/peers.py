@@ -31,17 +31,21 @@ class Peers:
     """The other ranks, as the watcher of this one sees them."""
 
     def __init__(
-        self, launch: Launch, topology: Topology, *, beat_s: float, start_s: float
+        self, launch: Launch, topology: Topology, *, silent_limit_s: float, start_limit_s: float
     ) -> None:
         """Nobody has been seen yet.
 
         Args:
             launch: this process.
             topology: the roles, for names.
-            beat_s: a beat that stands still for so long means that the rank is lost.
-            start_s: the same for a rank that has never beaten.
+            silent_limit_s: a beat that stands still for so long means that the rank is lost.
+            start_limit_s: the same for a rank that has never beaten.
         """
-        self._rank, self._topology, self._limits_s = launch.rank, topology, (beat_s, start_s)
+        self._rank, self._topology, self._limits_s = (
+            launch.rank,
+            topology,
+            (silent_limit_s, start_limit_s),
+        )
         now = time.monotonic()
         # Rank -> its last beat ("counter|phase"), and when this rank first saw it.
         self._beats = {r: ("", now) for r in range(topology.world_size) if r != launch.rank}

@@ -119,7 +119,7 @@ def uneven(material) -> Material:
     """
     settings = RenderSettings(enable_thinking=None, eos_ids=frozenset({258}), max_length=256)
     source, cache = str(material.folder / "train.jsonl"), material.folder / "uneven"
-    written = prepare(source, build_tokenizer(), settings=settings, cache_dir=cache)
+    written = prepare(source, build_tokenizer(), settings=settings, cache_dir=cache, max_bad_share=0.0)
     packing = make_packing(written)
     mask = np.fromfile(written.path / "loss_mask.bin", dtype=np.uint8)
     starts = np.concatenate([[0], np.cumsum(written.lengths)])

@@ -16,7 +16,6 @@ works it out alone and a resumed run needs only a number.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from threading import RLock
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,7 +75,6 @@ class Packing:
         self._shuffle = shuffle
         self._first_batches = [0]  # of each epoch so far known, and of the one behind them
         self._epochs: dict[int, list[np.ndarray]] = {}
-        self._lock = RLock()  # a thread that reads ahead may ask as well
 
     def documents(self, batch: int) -> np.ndarray:
         """int64 [d], the documents of batch `batch`, counted from 0 over all epochs."""
@@ -95,18 +93,17 @@ class Packing:
 
     def _batches(self, epoch: int) -> list[np.ndarray]:
         """The batches of an epoch in their final order; kept for the last epochs asked for."""
-        with self._lock:
-            if epoch not in self._epochs:
-                # Where its steps begin depends on the number of batches before: these come first.
-                for earlier in range(len(self._first_batches) - 1, epoch):
-                    self._batches(earlier)
-                batches = self._packed(epoch)
-                if len(self._first_batches) == epoch + 1:
-                    self._first_batches.append(self._first_batches[epoch] + len(batches))
-                self._epochs[epoch] = batches
-                while len(self._epochs) > _KEPT_EPOCHS:
-                    del self._epochs[next(iter(self._epochs))]
-            return self._epochs[epoch]
+        if epoch not in self._epochs:
+            # Where its steps begin depends on the number of batches before: these come first.
+            for earlier in range(len(self._first_batches) - 1, epoch):
+                self._batches(earlier)
+            batches = self._packed(epoch)
+            if len(self._first_batches) == epoch + 1:
+                self._first_batches.append(self._first_batches[epoch] + len(batches))
+            self._epochs[epoch] = batches
+            while len(self._epochs) > _KEPT_EPOCHS:
+                del self._epochs[next(iter(self._epochs))]
+        return self._epochs[epoch]
 
     def _packed(self, epoch: int) -> list[np.ndarray]:
         if not self._shuffle:

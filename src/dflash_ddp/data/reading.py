@@ -182,7 +182,7 @@ def _lines(name: str) -> Iterator[RawRow]:
                 may_be_array = False
                 yield RawRow(f"{name}:{number}", text)
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"data.path: {name} after line {number}: {error}; is it whole?") from error
+        raise ValueError(f"{name} after line {number}: {error}; is it whole?") from error
 
 
 def _array_rows(name: str, text: bytes) -> Iterator[RawRow]:
@@ -191,7 +191,7 @@ def _array_rows(name: str, text: bytes) -> Iterator[RawRow]:
         rows = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"data.path: {name} begins with [ and is no JSON array: {error}; write one row a line"
+            f"{name} begins with [ and is no JSON array: {error}; write one row a line"
         ) from error
     for number, row in enumerate(rows):
         yield RawRow(f"{name}[{number}]", json.dumps(row).encode())
@@ -213,7 +213,7 @@ def _parquet_rows(name: str) -> Iterator[RawRow]:
                     yield RawRow(f"{name}[{number}]", row)
                     number += 1
     except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
-        raise ValueError(f"data.path: {name} after row {number}: {error}; is it whole?") from error
+        raise ValueError(f"{name} after row {number}: {error}; is it whole?") from error
 
 
 def _hub_rows(name: str, dataset: "datasets.Dataset") -> Iterator[RawRow]:

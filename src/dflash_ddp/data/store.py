@@ -144,7 +144,7 @@ def prepare(
     revision: str | None = None,
     key: str = "data.path",
     num_workers: int = 0,
-    max_bad_share: float = 0.05,
+    max_bad_share: float,
 ) -> DocumentStore:
     """Tokenise a data set (see `reading.open_sources`), or find it tokenised under `cache_dir`.
 
@@ -159,8 +159,8 @@ def prepare(
     stamps = _stamps(sources)
     identity = Renderer(tokenizer, settings).identity()
     text = f"{FORMAT}|{content_hash(sources)}|{identity}"
-    key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    directory = Path(cache_dir) / key
+    fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    directory = Path(cache_dir) / fingerprint
     if directory.exists():
         logger.info("using tokenised documents of %s in %s", path, directory)
     else:
@@ -168,7 +168,7 @@ def prepare(
         if mode is not None and "enable_thinking" not in str(tokenizer.chat_template):
             logger.warning("the chat template does not know enable_thinking=%s", mode)
         report = new_report([source.name for source in sources], settings)
-        report |= {"format": FORMAT, "fingerprint": key}
+        report |= {"format": FORMAT, "fingerprint": fingerprint}
         rows = tokenised_rows(
             raw_rows(sources), tokenizer, settings=settings, num_workers=num_workers
         )

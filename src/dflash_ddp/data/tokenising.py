@@ -65,7 +65,7 @@ def _tokenised(renderer: Renderer, row: RawRow) -> TokenisedRow:
     except Rejected as error:
         documents, rejected = [], [error]
     except BaseException as error:  # none is known; the row that brings one is worth a name
-        error.add_note(f"data.path: the row at {row.place}")
+        error.add_note(f"the row at {row.place}")
         raise
     return TokenisedRow(row.place, documents, rejected)
 

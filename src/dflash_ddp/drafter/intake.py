@@ -39,12 +39,12 @@ class Intake:
         self.features = features
         self._run, self._ordinal, self._sequence = run, ordinal, 0
 
-    def next(self, kind: Kind) -> tuple[int, PackedBatch]:
+    def next(self, expected: Kind) -> tuple[int, PackedBatch]:
         """The next item and its packed batch; its features may still be on their way."""
         item = self._run.schedule.item_of(self._ordinal, self._sequence)
         self._sequence += 1
         stream_item = self._run.schedule.item(item)
-        assert stream_item.kind is kind
+        assert stream_item.kind is expected
         return item, self._run.load(stream_item)
 
     def receive(self, item: int, batch: PackedBatch) -> Received:

@@ -106,7 +106,7 @@ class DrafterWorker:
             block_size=config.drafter.block_size,
             tokens=run.found.tokens,
             wait_s=lambda: features.wait_s,
-            more=self._more,
+            more=self._other_values,
         )
         self.saver: Saver | None = None
         if self.ordinal == 0:
@@ -121,7 +121,7 @@ class DrafterWorker:
             self.accept_lengths, num_bad = dict(state.accept_lengths), state.bad_steps
         self.bad_steps = BadSteps(run, world.rank, speaks=self.ordinal == 0, count=num_bad)
 
-    def _more(self, step: int) -> dict[str, float]:
+    def _other_values(self, step: int) -> dict[str, float]:
         """Values of a row that others than the step log know."""
         saved = {} if self.saver is None else self.saver.metrics()
         self.bad_steps.look(wait=False)  # the row has arrived, so the flags of its steps have

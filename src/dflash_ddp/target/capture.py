@@ -34,7 +34,7 @@ GROUP_COST_TOKENS = 256  # what a forward costs beside its tokens (launches, wei
 CHECK_MIN_TOKENS = 32
 # Mean relative error that rounding may cause after n layers, divided by the root of n. Seen on random
 # weights in bf16 with compiled layers: 0.012 (Qwen3-8B and Qwen3.6-27B shapes, n = 2 to 62).
-TOLERANCE = {torch.float32: 3e-4, torch.float16: 0.005, torch.bfloat16: 0.03}
+TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 0.03}
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,8 +265,8 @@ def _check_values(features_NH: Tensor, where: str) -> None:
     if not bool((low_H.isfinite() & high_H.isfinite()).all()):
         num_bad = int((~features_NH.isfinite()).any(dim=-1).sum())
         raise ValueError(
-            f"{where}: {num_bad} of {len(features_NH)} tokens hold NaN or infinite values. Check "
-            "the target's dtype: a bfloat16 model overflows in float16."
+            f"{where}: {num_bad} of {len(features_NH)} tokens hold NaN or infinite values. "
+            "Check the target's weights and target.dtype."
         )
     if len(features_NH) > 1 and bool((low_H == high_H).all()):
         raise ValueError(
