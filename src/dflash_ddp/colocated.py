@@ -27,9 +27,9 @@ class LocalFeatures:
     def receive(self) -> Received | None:
         """Compute the next item of this drafter; None after its last."""
         run, sequence = self._run, self._sequence
-        if sequence >= run.schedule.num_items_of(self._drafter):
-            return None
         item = run.schedule.item_of(self._drafter, sequence)
+        if item is None:
+            return None
         batch = run.load(run.schedule.item(item))
         self._source.features(batch, run.slot_features(self._slot))
         self._sequence += 1
