@@ -166,13 +166,7 @@ def run_rank(config: Config) -> None:
     sys.stdin = io.StringIO()  # no library may ask a question that holds up all ranks
     launch = read_launch()
     try:
-        topology = plan_topology(
-            num_targets=config.split.targets,
-            num_drafters=config.split.drafters,
-            colocated=config.split.colocated,
-            world_size=launch.world_size,
-            local_world_size=launch.local_world_size,
-        )
+        topology = plan_topology(config.split, launch)
     except ValueError as error:
         refuse(error)
     setup_logging(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ranks import Outcome, report, run_ranks
 
 from dflash_ddp.channel import FeatureReceiver, FeatureSender
+from dflash_ddp.config import SplitConfig
 from dflash_ddp.control import Control
 from dflash_ddp.log import exit_on_error, setup_logging
 from dflash_ddp.world import JobStore, close_world, init_world, plan_topology, read_launch
@@ -88,13 +89,8 @@ def stream(rank: int, case: Case) -> dict:
     with exit_on_error() as handler:
         launch = read_launch()
         store = JobStore(launch)
-        topology = plan_topology(
-            num_targets=case.targets,
-            num_drafters=case.drafters,
-            colocated=False,
-            world_size=launch.world_size,
-            local_world_size=launch.local_world_size,
-        )
+        split = SplitConfig(targets=case.targets, drafters=case.drafters)
+        topology = plan_topology(split, launch)
         setup_logging(rank=rank, role=topology.role(rank), verbose=topology.speaks(rank))
         control = Control(store, launch, topology, heartbeat_timeout_s=case.heartbeat_timeout_s)
         handler.publish = control.fail

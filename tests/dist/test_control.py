@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import Outcome, is_preloaded, report, run_ranks
 
+from dflash_ddp.config import SplitConfig
 from dflash_ddp.control import Control
 from dflash_ddp.log import exit_on_error, setup_logging
 from dflash_ddp.world import JobStore, close_world, init_world, plan_topology, read_launch
@@ -30,13 +31,7 @@ def start(
     world_size = launch.world_size + extra_ranks
     launch = replace(launch, world_size=world_size, local_world_size=world_size)
     store = JobStore(launch)
-    topology = plan_topology(
-        num_targets=world_size - 1,
-        num_drafters=1,
-        colocated=False,
-        world_size=world_size,
-        local_world_size=world_size,
-    )
+    topology = plan_topology(SplitConfig(targets=world_size - 1, drafters=1), launch)
     setup_logging(rank=rank, role=topology.role(rank), verbose=topology.speaks(rank))
     if nodes_of_one:  # as if nobody could see the processes of the others
         launch = replace(launch, local_world_size=1)
@@ -184,9 +179,7 @@ def one_process(rank: int) -> tuple:
     del os.environ["RANK"]
     launch = read_launch()
     store = JobStore(launch)
-    topology = plan_topology(
-        num_targets=1, num_drafters=1, colocated=True, world_size=1, local_world_size=1
-    )
+    topology = plan_topology(SplitConfig(targets=1, drafters=1, colocated=True), launch)
     control = Control(store, launch, topology)
     world = init_world(topology, launch, store, device_type="cpu")
     dist.all_reduce(torch.ones(1), group=world.drafter_group)
