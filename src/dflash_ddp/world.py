@@ -4,7 +4,7 @@ In: the variables that torchrun sets, and the settings of `split`. Out, in the o
 
     launch = read_launch()                   this process among the others
     topology = plan_topology(split, launch)  pure: target ranks, drafter ranks, lanes
-    store = JobStore(launch)                 clients of the job's TCPStore, before any slow work
+    store = JobStore(launch)                 the job's TCPStore, before any slow work
     world = init_world(topology, ...)        device, drafter group (for DDP), this rank's lanes
     close_world(world)                       on the good path only, after everybody is done
 
@@ -24,7 +24,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from dflash_ddp.config import ConfigError, SplitConfig
 
@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 START_LIMIT = timedelta(minutes=10)  # making the groups, and reaching the store
 LANE_LIMIT = timedelta(minutes=5)  # one transfer; it starts when both sides are ready
 DRAFTERS_LIMIT = timedelta(minutes=10)  # one collective; covers a checkpoint that others wait for
-
-NUM_STORE_CLIENTS = 5  # four threads of a rank's control plane, and the process groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +160,9 @@ def plan_topology(split: SplitConfig, launch: Launch) -> Topology:
 class JobStore:
     """The job's TCPStore; keys lie under run id and restart count: a restart finds none of the old.
 
-    All clients are opened at once, before anything runs: a new one can stall the store for seconds
-    where its host asks a name server that does not answer.
+    Two connections: torch's groups wait inside the store for minutes, and hold the lock of theirs
+    meanwhile. Both are opened at once, before anything runs: a new one can stall the store for
+    seconds where its host asks a name server that does not answer.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -183,14 +182,13 @@ class JobStore:
                 timeout=START_LIMIT,
             )
 
-        self._prefix = f"dflash/{launch.run_id}/{launch.restart_count}"
-        self._server = connect(launch.store_port, is_master=True) if launch.hosts_store else None
-        port = self._server.port if self._server else launch.store_port
-        self._clients = [connect(port, is_master=False) for _ in range(NUM_STORE_CLIENTS)]
-
-    def client(self, prefix: str) -> Store:
-        """Hand out a connection that nobody else uses, with keys under `prefix`."""
-        return PrefixStore(f"{self._prefix}/{prefix}", self._clients.pop())
+        first = connect(launch.store_port, is_master=launch.hosts_store)
+        second = connect(first.port, is_master=False)
+        prefix = f"dflash/{launch.run_id}/{launch.restart_count}"
+        self.control = PrefixStore(f"{prefix}/control", first)
+        """For `Control`, all threads of it; on the host it holds the server."""
+        self.groups = PrefixStore(f"{prefix}/groups", second)
+        """For torch's process groups."""
 
 
 @dataclass(slots=True)
@@ -221,7 +219,7 @@ def init_world(
 
     Args:
         topology, launch: the plan, equal on all ranks, and this process.
-        store: the job's store; torch gets a client of its own.
+        store: the job's store.
         device_type: "cuda" (NCCL, and gloo for tensors in host memory) or "cpu" (gloo).
         share_gpu: several ranks may use one GPU. For tests: NCCL then takes slow sockets.
         lane_ctas: thread blocks that one transfer may take from the GPU; None: NCCL decides.
@@ -232,7 +230,7 @@ def init_world(
     # A rank that does not come is named by the heartbeats, or ends this call after the limit.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        store=store.client("groups"),
+        store=store.groups,
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=START_LIMIT,

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from ranks import Outcome, is_preloaded, report, run_ranks
 
+import dflash_ddp.control
 from dflash_ddp.config import SplitConfig
 from dflash_ddp.control import Control
 from dflash_ddp.log import exit_on_error, setup_logging
@@ -161,7 +163,8 @@ def test_broken_collective_names_the_silent_rank():
 
 def tickets(rank: int) -> list[int]:
     _, _, _, control = start(rank)
-    mine = [control.claim() for _ in range(20)]
+    with ThreadPoolExecutor(8) as threads:  # all of them on the one connection of the rank
+        mine = list(threads.map(lambda _: control.claim(), range(20)))
     finish(control)
     return mine
 
@@ -172,6 +175,24 @@ def test_tickets_are_unique(store_in_rank0):
     outcomes = run_ranks(tickets, 3, store_in_rank0=store_in_rank0)
     claimed = [ticket for outcome in outcomes for ticket in outcome.value]
     assert sorted(claimed) == list(range(60))
+
+
+def leave_late(rank: int) -> None:
+    """The host of the store does not wait for the others, who take longer than any limit to leave."""
+    dflash_ddp.control._LEAVE_S = 0.1
+    _, _, _, control = start(rank, heartbeat_s=3)
+    with exit_on_error(control.fail):
+        control.done()
+        control.wait_all_done()
+        time.sleep(5 if rank else 0)  # `close_world`
+        control.close()
+
+
+@pytest.mark.dist
+def test_the_store_may_go_when_all_are_done():
+    outcomes = run_ranks(leave_late, 3, store_in_rank0=True)
+    assert outcomes[1].ended_at > outcomes[0].ended_at + 3
+    assert not any("the job ends" in outcome.output for outcome in outcomes)
 
 
 def one_process(rank: int) -> tuple:
