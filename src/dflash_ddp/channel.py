@@ -57,10 +57,14 @@ class Received:
     Bytes behind them are of earlier batches (zeros at first).
     """
 
-    item: int
     sequence: int
     slot: torch.Tensor
     header: Header
+
+    @property
+    def item(self) -> int:
+        """Its place in the stream."""
+        return self.header.item
 
 
 def _end(schedule: Schedule, control: Control) -> int:
@@ -305,7 +309,7 @@ class FeatureReceiver:
         sequence = self._check(header)
         slot = self._slots[sequence % len(self._slots)]
         lane = (header.target_rank, self._world.rank)
-        received = Received(header.item, sequence, slot, header)
+        received = Received(sequence, slot, header)
         return received, mover.post(slot[: header.num_bytes], lane)
 
     def _check(self, header: Header) -> int:

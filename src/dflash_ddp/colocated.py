@@ -41,7 +41,7 @@ class LocalFeatures:
             dtype=str(run.feature_dtype),
             digest=batch.digest(),
         )
-        return Received(item, sequence, self._slot, header)
+        return Received(sequence, self._slot, header)
 
     def release(self, received: Received) -> None:
         """Nothing to do: the next forward is queued behind the reading of the slot."""
