@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from dflash_ddp.plan import load_config
-from dflash_ddp.world import plan_topology
+from dflash_ddp.world import plan_topology, read_launch
 
 LAUNCH = Path(__file__).resolve().parents[1] / "launch"
 SCRIPTS = [file for file in sorted(LAUNCH.iterdir()) if file.suffix in (".sh", ".sbatch")]
@@ -42,13 +43,8 @@ def test_the_manifests_settings_work_and_give_each_node_both_roles():
     assert trainer["args"][:2] == ["-m", "dflash_ddp.train"]
     config = load_config(trainer["args"][2:])
     here = trainer["numProcPerNode"]
-    topology = plan_topology(
-        num_targets=config.split.targets,
-        num_drafters=config.split.drafters,
-        colocated=False,
-        world_size=trainer["numNodes"] * here,
-        local_world_size=here,
-    )
+    sizes = {"world_size": trainer["numNodes"] * here, "local_world_size": here}
+    topology = plan_topology(config.split, replace(read_launch({}), **sizes))
     for node in range(trainer["numNodes"]):
         ranks = range(node * here, (node + 1) * here)
         assert {topology.role(rank) for rank in ranks} == {"target", "drafter"}

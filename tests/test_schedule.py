@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from dflash_ddp.schedule import Kind, Schedule, evaluation_steps
@@ -27,7 +28,7 @@ def written_out(*, steps, per_step, drafters, heldout, eval_steps, first):
     return stream
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(300))
 def test_stream_equals_the_one_written_out(seed):
     draw = random.Random(seed)
     drafters, steps = draw.randint(1, 4), draw.randint(1, 9)
@@ -58,7 +59,24 @@ def test_stream_equals_the_one_written_out(seed):
         assert schedule.route(index) == (item.drafter, counts[item.drafter])
         assert schedule.item_of(item.drafter, counts[item.drafter]) == index
         counts[item.drafter] += 1
-    assert counts == [schedule.num_items_of(d) for d in range(drafters)]
+    assert [schedule.item_of(d, counts[d]) for d in range(drafters)] == [None] * drafters
+    for step in range(first, steps):
+        batches = expected[schedule.first_item(step) :]
+        assert batches[0] == (Kind.TRAIN, step * per_step, 0, step)
+    assert schedule.first_item(steps) == len(expected)
+
+
+def test_a_long_run_stays_small():
+    schedule = Schedule(
+        steps=100_000,
+        batches_per_step=8,
+        num_drafters=4,
+        num_heldout=10,
+        eval_steps=evaluation_steps(100_000, every=1000, at_start=True),
+    )
+    tables = [value for value in vars(schedule).values() if isinstance(value, np.ndarray)]
+    assert sum(table.nbytes for table in tables + schedule._items) <= 13 * schedule.num_items
+    assert schedule.first_item(100_000) == schedule.num_items == 100_000 * 8 + 101 * 10
 
 
 def test_a_step_has_the_same_batches_whatever_the_split_and_wherever_it_resumes():

@@ -5,17 +5,14 @@ import os
 
 import pytest
 
-from dflash_ddp.config import ConfigError
+from dflash_ddp.config import ConfigError, SplitConfig
 from dflash_ddp.world import Topology, own_gpu, plan_topology, read_launch, set_gpu_variables
 
 
 def plan(targets, drafters, world, local=None, colocated=False) -> Topology:
+    launch = dataclasses.replace(read_launch({}), world_size=world, local_world_size=local or world)
     return plan_topology(
-        num_targets=targets,
-        num_drafters=drafters,
-        colocated=colocated,
-        world_size=world,
-        local_world_size=local or world,
+        SplitConfig(targets=targets, drafters=drafters, colocated=colocated), launch
     )
 
 

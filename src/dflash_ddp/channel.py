@@ -26,7 +26,6 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,30 +33,13 @@ import torch
 from dflash_ddp.control import POLL_S, REPORT_EVERY_S, Control, Header
 from dflash_ddp.lanes import IdleClock, Mark, Mover, Transfer, allocate_slots, mark, passed
 from dflash_ddp.log import exit_on_error
+from dflash_ddp.schedule import Schedule
 from dflash_ddp.world import World
 
 logger = logging.getLogger(__name__)
 
 _GPU_POLL_S = 0.0005
 _DRAINED_POLL_S = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
-    """The part of the schedule that the channel needs; equal on all ranks."""
-
-    first_item: int
-    """Where this run starts; sequences count from here."""
-    num_items: int
-    """End of the stream: the items are first_item .. num_items - 1."""
-    route: Callable[[int], tuple[int, int]]
-    """item -> (drafter ordinal, sequence)."""
-    item_of: Callable[[int, int], int | None]
-    """(drafter ordinal, sequence) -> item; None after the drafter's last."""
-
-    def end(self, stop_item: int | None) -> int:
-        """The end of the stream, given the stop in force."""
-        return self.num_items if stop_item is None else min(stop_item, self.num_items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +57,20 @@ class Received:
     Bytes behind them are of earlier batches (zeros at first).
     """
 
-    item: int
     sequence: int
     slot: torch.Tensor
     header: Header
+
+    @property
+    def item(self) -> int:
+        """Its place in the stream."""
+        return self.header.item
+
+
+def _end(schedule: Schedule, control: Control) -> int:
+    """Where the stream ends: before the stop in force, or after its last item."""
+    stop_item = control.stop_item()
+    return schedule.num_items if stop_item is None else min(stop_item, schedule.num_items)
 
 
 class FeatureSender:
@@ -88,7 +80,7 @@ class FeatureSender:
         self,
         world: World,
         control: Control,
-        routing: Routing,
+        schedule: Schedule,
         *,
         num_slots: int,
         slot_bytes: int,
@@ -100,7 +92,7 @@ class FeatureSender:
         into `slot_bytes`. `dtype` names the dtype of the features, for the header.
         """
         self._idle = IdleClock(world)
-        self._world, self._control, self._routing, self._dtype = world, control, routing, dtype
+        self._world, self._control, self._schedule, self._dtype = world, control, schedule, dtype
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for slot in allocate_slots(world, num_slots, slot_bytes):
             self._free.put(slot)
@@ -117,7 +109,7 @@ class FeatureSender:
         self._idle.begin()
         slot = self._free.get()
         self._idle.end()
-        item = self._routing.first_item + self._control.claim()
+        item = self._control.claim()
         if self._past_end(item):
             self._free.put(slot)
             return None
@@ -129,7 +121,7 @@ class FeatureSender:
         return self._idle.seconds()
 
     def _past_end(self, item: int) -> bool:
-        return item >= self._routing.end(self._control.stop_item())
+        return item >= _end(self._schedule, self._control)
 
     def send(self, claim: Claim, *, num_bytes: int, num_tokens: int, digest: int) -> None:
         """Queue the first `num_bytes` of the slot, at once; call it on the stream that fills it."""
@@ -163,7 +155,7 @@ class FeatureSender:
 
     def _send_one(self, mover: Mover, claim: Claim, header: Header) -> None:
         """The payload is complete: wait for credit, write the header, transfer."""
-        drafter, sequence = self._routing.route(claim.item)
+        drafter, sequence = self._schedule.route(claim.item)
         while sequence >= self._control.credit(drafter):
             if self._past_end(claim.item):
                 return  # the stream stops before this item: nobody wants it
@@ -182,7 +174,7 @@ class FeatureReceiver:
         self,
         world: World,
         control: Control,
-        routing: Routing,
+        schedule: Schedule,
         *,
         num_slots: int,
         slot_bytes: int,
@@ -197,7 +189,7 @@ class FeatureReceiver:
         self.num_full = 0
         """Slots that were full when `receive` was last called."""
         self.drafter = world.topology.drafter_ranks.index(world.rank)
-        self._world, self._control, self._routing, self._dtype = world, control, routing, dtype
+        self._world, self._control, self._schedule, self._dtype = world, control, schedule, dtype
         self._slots = allocate_slots(world, num_slots, slot_bytes)
         self._changed = threading.Condition()
         self._ready: dict[int, Received] = {}
@@ -246,9 +238,8 @@ class FeatureReceiver:
 
     def _next_item(self) -> int | None:
         """The item of the next sequence, or None if the stream ends before it."""
-        item = self._routing.item_of(self.drafter, self._next_sequence)
-        end = self._routing.end(self._control.stop_item())
-        return None if item is None or item >= end else item
+        item = self._schedule.item_of(self.drafter, self._next_sequence)
+        return None if item is None or item >= _end(self._schedule, self._control) else item
 
     def release(self, received: Received) -> None:
         """Give a slot back, in the order received; call it on the stream that read it last.
@@ -318,7 +309,7 @@ class FeatureReceiver:
         sequence = self._check(header)
         slot = self._slots[sequence % len(self._slots)]
         lane = (header.target_rank, self._world.rank)
-        received = Received(header.item, sequence, slot, header)
+        received = Received(sequence, slot, header)
         return received, mover.post(slot[: header.num_bytes], lane)
 
     def _check(self, header: Header) -> int:
@@ -329,7 +320,12 @@ class FeatureReceiver:
         """
         sender = self._world.topology.describe(header.target_rank)
         said, here = f"{sender} announces item {header.item}", f"drafter {self.drafter}"
-        drafter, sequence = self._routing.route(header.item)
+        if header.item >= self._schedule.num_items:
+            raise ValueError(
+                f"{said} to {here}, whose stream has {self._schedule.num_items} items: do all "
+                f"ranks have the same schedule?"
+            )
+        drafter, sequence = self._schedule.route(header.item)
         oldest, end = self._num_granted - len(self._slots), self._num_granted
         if drafter != self.drafter or not oldest <= sequence < end:
             raise ValueError(

@@ -27,9 +27,9 @@ class LocalFeatures:
     def receive(self) -> Received | None:
         """Compute the next item of this drafter; None after its last."""
         run, sequence = self._run, self._sequence
-        if sequence >= run.schedule.num_items_of(self._drafter):
-            return None
         item = run.schedule.item_of(self._drafter, sequence)
+        if item is None:
+            return None
         batch = run.load(run.schedule.item(item))
         self._source.features(batch, run.slot_features(self._slot))
         self._sequence += 1
@@ -41,7 +41,7 @@ class LocalFeatures:
             dtype=str(run.feature_dtype),
             digest=batch.digest(),
         )
-        return Received(item, sequence, self._slot, header)
+        return Received(sequence, self._slot, header)
 
     def release(self, received: Received) -> None:
         """Nothing to do: the next forward is queued behind the reading of the slot."""

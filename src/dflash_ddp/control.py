@@ -17,8 +17,9 @@ store holds these keys; numbers are counters that only grow:
     ask/{what}       somebody wishes to "stop" or to "save"; the first drafter rank takes it out
     stop             the stream ends before this item
 
-Invariants. No call here waits inside the store (that would hold the client's lock); each thread has
-a client of its own. Nothing has a time limit but the heartbeats: while every rank beats, waiting is
+Invariants. All threads of a rank share one connection to the store, which serves one call at a time,
+so no call here waits inside the store: a key is read only when it is there, and only one thread of
+the job takes it out. Nothing has a time limit but the heartbeats: while every rank beats, waiting is
 right. A store that falls silent is found by a thread that does not ask it. A rank that sees `abort`
 prints the first cause and ends by `os._exit`, from a thread of its own, since the main thread may
 sit in a call that never returns.
@@ -31,11 +32,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
-
-from torch.distributed import Store  # type: ignore[attr-defined]
+from typing import NamedTuple, NoReturn
 
 from dflash_ddp.config import ConfigError
 from dflash_ddp.failures import write_failure
@@ -52,11 +51,10 @@ REPORT_EVERY_S = 60.0
 """A wait longer than this is reported, again and again."""
 _ABORT_POLL_S = 0.2
 _BEAT_S = 1.0
-_NUM_CLIENTS = 4
+_LEAVE_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class Header(NamedTuple):
     """The message that a batch lies complete on its target rank; its drafter may receive it now.
 
     `num_bytes` is the exact length of what follows on the lane, `dtype` that of the features, and
@@ -89,10 +87,10 @@ class Control:
         heartbeat_timeout_s: float = 60.0,
         start_timeout_s: float = 600.0,
     ) -> None:
-        """Take the clients and begin to beat.
+        """Begin to beat.
 
         Args:
-            store: the job's store; kept, since it may hold the server.
+            store: the job's store.
             launch: this process.
             topology: the roles, for the names in messages.
             heartbeat_timeout_s: a beat that stands still for so long ends the job. Well above 10 s
@@ -101,13 +99,11 @@ class Control:
         """
         self.rank, self.topology = launch.rank, topology
         self.started_at = time.monotonic()
-        self._job_store, self._hosts_store = store, launch.hosts_store
+        self._store, self._hosts_store = store.control, launch.hosts_store
         # Whoever may take the store away by its exit leaves the others time to read the cause.
         takes_store = self._hosts_store or launch.local_world_size < launch.world_size
         self._linger_s = 1.5 if takes_store and launch.world_size > 1 else 0.0
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._clients = [store.client("control") for _ in range(_NUM_CLIENTS)]
-        self._local = threading.local()
         self._dying = threading.Lock()
         self._before_exit: list[Callable[[], object]] = []
         self._causes: list[str] = []  # found by this rank, whether first or not
@@ -124,14 +120,6 @@ class Control:
         self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._watcher.start()
         threading.Thread(target=self._watch_store, name="watch store", daemon=True).start()
-
-    @property
-    def _store(self) -> Store:
-        """The client of the calling thread; threads beyond the usual ones share the last."""
-        if not hasattr(self._local, "client"):
-            several = len(self._clients) > 1
-            self._local.client = self._clients.pop() if several else self._clients[0]
-        return self._local.client
 
     # Life and death of ranks.
 
@@ -223,7 +211,8 @@ class Control:
                     self.abort(cause)
                 self._rounds += 1
             except RuntimeError as error:
-                if self._all_done:
+                if self._all_done:  # its host has left, as it may
+                    self._closing.set()
                     return
                 lost = self._lost_store(error)
                 self._causes.append(lost)
@@ -244,18 +233,25 @@ class Control:
 
     def publish(self, key: str, value: str = "") -> None:
         """Give all ranks a value ("data", "prepared"); the last one published stays."""
-        self._store.set(f"said/{key}", f"={value}")
+        self._store.set(f"said/{key}", value)
 
     def said(self, key: str) -> str | None:
         """Return the value last published under a key, or None."""
-        if not self._store.check([f"said/{key}"]):
+        return self._read(f"said/{key}")
+
+    def _read(self, key: str, *, take: bool = False) -> str | None:
+        """A value of the store, taken out if wished; None if there is none."""
+        if not self._store.check([key]):
             return None
-        return self._store.get(f"said/{key}").decode()[1:]
+        value = self._store.get(key).decode()
+        if take:
+            self._store.delete_key(key)
+        return value
 
     def wait_for(self, key: str, what: str) -> str:
         """Wait until a value is published, as long as all ranks beat; `what` is for people."""
         self._wait_until([f"said/{key}"], what)
-        return self._store.get(f"said/{key}").decode()[1:]
+        return self._store.get(f"said/{key}").decode()
 
     def _wait_until(self, keys: list[str], what: str) -> None:
         """Poll, and say now and then who is waited for; the watcher sees the abort flag."""
@@ -272,11 +268,7 @@ class Control:
 
     def asked(self, what: str) -> str | None:
         """Take such a wish out of the store; None if there is none."""
-        if not self._store.check([f"ask/{what}"]):
-            return None
-        told = self._store.get(f"ask/{what}").decode()
-        self._store.delete_key(f"ask/{what}")
-        return told
+        return self._read(f"ask/{what}", take=True)
 
     def done(self) -> None:
         """Say that this rank needs nobody any more; its heart is not watched from here on."""
@@ -291,13 +283,17 @@ class Control:
         self._all_done = True
 
     def close(self) -> None:
-        """Stop watching. The holder of the store leaves last (it waits 10 s at most)."""
+        """Stop watching, after `wait_all_done`. The store's host leaves last (it waits 10 s at most)."""
         self._closing.set()
         self._watcher.join()
-        num_left, end = self._store.add("left", 1), time.monotonic() + 10.0
-        while self._hosts_store and num_left < self.topology.world_size and time.monotonic() < end:
-            time.sleep(10 * POLL_S)
-            num_left = self._store.add("left", 0)
+        end = time.monotonic() + _LEAVE_S
+        with suppress(RuntimeError):  # whoever takes longer finds no store, and needs none
+            num_left = self._store.add("left", 1)
+            while self._hosts_store and num_left < self.topology.world_size:
+                if time.monotonic() > end:
+                    break
+                time.sleep(10 * POLL_S)
+                num_left = self._store.add("left", 0)
 
     # The stream: tickets, credits, headers.
 
@@ -316,16 +312,12 @@ class Control:
     def announce(self, drafter: int, header: Header) -> None:
         """Write a header. Headers of one target are seen in the order of these calls."""
         number = self._store.add(f"count/{drafter}", 1) - 1
-        self._store.set(f"header/{drafter}/{number}", json.dumps(asdict(header)))
+        self._store.set(f"header/{drafter}/{number}", json.dumps(header))
 
     def header(self, drafter: int, number: int) -> Header | None:
         """Take header 0, 1, ... of a drafter out of the store; None if it is not there yet."""
-        key = f"header/{drafter}/{number}"
-        if not self._store.check([key]):
-            return None
-        fields = json.loads(self._store.get(key))
-        self._store.delete_key(key)
-        return Header(**fields)
+        fields = self._read(f"header/{drafter}/{number}", take=True)
+        return None if fields is None else Header(*json.loads(fields))
 
     def drained(self) -> None:
         """Say that this target sends nothing more; from the thread that announces."""
@@ -335,10 +327,11 @@ class Control:
         """Return how many targets send nothing more."""
         return self._store.add("drained", 0)
 
-    def request_stop(self, item: int) -> int:
-        """End the stream before `item`. The first request stays; returns the one in force."""
-        return int(self._store.compare_set("stop", "", str(item)))
+    def request_stop(self, item: int) -> None:
+        """End the stream before `item`. The first request stays."""
+        self._store.compare_set("stop", "", str(item))
 
     def stop_item(self) -> int | None:
         """The item before which the stream ends, or None."""
-        return int(self._store.get("stop")) if self._store.check(["stop"]) else None
+        item = self._read("stop")
+        return None if item is None else int(item)

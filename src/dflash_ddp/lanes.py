@@ -21,10 +21,6 @@ from dflash_ddp.control import connection_lost
 from dflash_ddp.world import World
 
 
-class LaneError(RuntimeError):
-    """A transfer failed; the text names the peer."""
-
-
 class Transfer(NamedTuple):
     """A send or receive that was posted."""
 
@@ -47,7 +43,7 @@ class Mover:
         """Start to send (on the target rank) or receive (on the drafter rank) the whole buffer.
 
         Raises:
-            LaneError: the peer is gone.
+            RuntimeError: the peer is gone; the text names it.
         """
         (target, drafter), group = lane, self._world.lanes[lane]
         try:
@@ -68,7 +64,7 @@ class Mover:
         """Tell whether all bytes have been sent or received. On gloo: wait for it.
 
         Raises:
-            LaneError: the peer is gone, or the transfer failed.
+            RuntimeError: the peer is gone, or the transfer failed; the text names the peer.
         """
         try:
             if self._world.device.type == "cuda" and not transfer.work.is_completed():
@@ -79,10 +75,10 @@ class Mover:
             raise self._broken(transfer.lane, error) from error
         return True
 
-    def _broken(self, lane: tuple[int, int], error: RuntimeError) -> LaneError:
+    def _broken(self, lane: tuple[int, int], error: RuntimeError) -> RuntimeError:
         peer = lane[0] if self._world.rank == lane[1] else lane[1]
         what = "peer gone" if connection_lost(error) else str(error).partition("\n")[0]
-        return LaneError(f"lane to {self._world.topology.describe(peer)} broke: {what}")
+        return RuntimeError(f"lane to {self._world.topology.describe(peer)} broke: {what}")
 
 
 Mark = torch.cuda.Event | float

@@ -73,84 +73,45 @@ class Schedule:
             first_step: resume here; an evaluation at that very step has been made already.
         """
         assert batches_per_step % num_drafters == 0
-        self.steps, self.first_step = steps, first_step
-        self.batches_per_step, self.num_drafters = batches_per_step, num_drafters
-        self.num_heldout = num_heldout
-        later = first_step - 1 if first_step == 0 else first_step
-        due = [s for s in eval_steps if s > later] if num_heldout else []
+        self.num_drafters, self.num_heldout = num_drafters, num_heldout
+        last_made = first_step if first_step > 0 else -1
+        due = [step for step in eval_steps if step > last_made and num_heldout]
         self.eval_steps = frozenset(due)
-        # evaluations_before[s]: evaluations that come before step s's own
-        marks = np.zeros(steps + 2, dtype=np.int64)
-        marks[np.array(due, dtype=np.int64) + 1] = 1
-        self._evaluations_before = np.cumsum(marks)[: steps + 1]
-        self._starts = self._counts(batches_per_step, num_heldout)
-        per_drafter = batches_per_step // num_drafters
-        self._drafter_starts = {
-            share: self._counts(per_drafter, share)
-            for share in {self._heldout_share(d) for d in range(num_drafters)}
-        }
-
-    def _counts(self, per_step: int, per_evaluation: int) -> np.ndarray:
-        """Items before each step 0..steps, given how many a step and an evaluation have."""
-        trained = np.maximum(np.arange(self.steps + 1) - self.first_step, 0)
-        return trained * per_step + self._evaluations_before * per_evaluation
+        """Steps before which held-out batches come in this stream."""
+        # int32: 13 bytes an item are kept, so that a run of a million steps stays small.
+        train = np.arange(first_step * batches_per_step, steps * batches_per_step, dtype=np.int32)
+        heldout = np.tile(np.arange(num_heldout, dtype=np.int32), len(due))
+        step_of_heldout = np.repeat(np.array(due, dtype=np.int32), num_heldout)
+        step = np.concatenate([step_of_heldout, train // batches_per_step])
+        order = np.argsort(step, kind="stable")  # so a step's held-out batches come first
+        self._step, self._batch = step[order], np.concatenate([heldout, train])[order]
+        self._is_heldout = order < len(heldout)
+        drafter = self._batch % num_drafters
+        self._items = [np.flatnonzero(drafter == d).astype(np.int32) for d in range(num_drafters)]
 
     @property
     def num_items(self) -> int:
         """Items of the stream."""
-        return int(self._starts[-1]) + self._heldout_at(self.steps)
-
-    def _heldout_at(self, step: int) -> int:
-        return self.num_heldout if step in self.eval_steps else 0
+        return len(self._step)
 
     def item(self, index: int) -> StreamItem:
         """The item at a place of the stream, 0 <= index < num_items."""
-        step = self._step_of(self._starts, index)
-        within = index - int(self._starts[step])
-        num_heldout = self._heldout_at(step)
-        if within < num_heldout:
-            return StreamItem(index, Kind.HELDOUT, within, within % self.num_drafters, step)
-        batch = step * self.batches_per_step + within - num_heldout
-        return StreamItem(index, Kind.TRAIN, batch, batch % self.num_drafters, step)
+        kind = Kind.HELDOUT if self._is_heldout[index] else Kind.TRAIN
+        batch = int(self._batch[index])
+        return StreamItem(index, kind, batch, batch % self.num_drafters, int(self._step[index]))
 
     def first_item(self, step: int) -> int:
         """Place of the first training batch of a step: behind the evaluation before it."""
-        return int(self._starts[step]) + self._heldout_at(step)
-
-    def _step_of(self, starts: np.ndarray, index: int) -> int:
-        # side="right" passes over steps before first_step, which have no items.
-        return int(np.searchsorted(starts, index, side="right")) - 1
-
-    def _heldout_share(self, drafter: int) -> int:
-        return len(range(drafter, self.num_heldout, self.num_drafters))
+        before = int(np.searchsorted(self._step, np.int32(step)))
+        return before + (self.num_heldout if step in self.eval_steps else 0)
 
     def route(self, index: int) -> tuple[int, int]:
         """(drafter ordinal, how many items that drafter takes before this one)."""
-        item = self.item(index)
-        share = self._heldout_share(item.drafter)
-        per_step = self.batches_per_step // self.num_drafters
-        before = max(item.step - self.first_step, 0) * per_step
-        before += int(self._evaluations_before[item.step]) * share
-        if item.kind is Kind.HELDOUT:
-            return item.drafter, before + item.batch // self.num_drafters
-        before += share if item.step in self.eval_steps else 0
-        return item.drafter, before + item.batch % self.batches_per_step // self.num_drafters
+        drafter = int(self._batch[index]) % self.num_drafters
+        # np.int32: with a Python int, numpy would first copy the whole table as int64.
+        return drafter, int(np.searchsorted(self._items[drafter], np.int32(index)))
 
-    def num_items_of(self, drafter: int) -> int:
-        """Items that a drafter takes in all."""
-        share = self._heldout_share(drafter)
-        trained = (self.steps - self.first_step) * (self.batches_per_step // self.num_drafters)
-        return trained + len(self.eval_steps) * share
-
-    def item_of(self, drafter: int, sequence: int) -> int:
-        """Place in the stream of a drafter's `sequence`-th item: the inverse of `route`."""
-        share = self._heldout_share(drafter)
-        starts = self._drafter_starts[share]
-        step = self._step_of(starts, sequence)
-        within = sequence - int(starts[step])
-        first = int(self._starts[step])
-        num_heldout = self._heldout_at(step)
-        if num_heldout and within < share:
-            return first + drafter + within * self.num_drafters
-        within -= share if num_heldout else 0
-        return first + num_heldout + drafter + within * self.num_drafters
+    def item_of(self, drafter: int, sequence: int) -> int | None:
+        """Place in the stream of a drafter's `sequence`-th item, or None after its last."""
+        items = self._items[drafter]
+        return int(items[sequence]) if sequence < len(items) else None

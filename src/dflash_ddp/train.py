@@ -166,13 +166,7 @@ def run_rank(config: Config) -> None:
     sys.stdin = io.StringIO()  # no library may ask a question that holds up all ranks
     launch = read_launch()
     try:
-        topology = plan_topology(
-            num_targets=config.split.targets,
-            num_drafters=config.split.drafters,
-            colocated=config.split.colocated,
-            world_size=launch.world_size,
-            local_world_size=launch.local_world_size,
-        )
+        topology = plan_topology(config.split, launch)
     except ValueError as error:
         refuse(error)
     setup_logging(
@@ -256,19 +250,13 @@ def end_job(control: "Control", config: Config, error: BaseException) -> NoRetur
 
 def play_roles(run: "Run", world: "World", control: "Control") -> str | None:
     """The programs of this rank; a drafter's summary as text."""
-    from dflash_ddp.channel import FeatureReceiver, Routing
+    from dflash_ddp.channel import FeatureReceiver
 
-    schedule, topology = run.schedule, world.topology
-    routing = Routing(
-        first_item=0,
-        num_items=schedule.num_items,
-        route=schedule.route,
-        item_of=lambda d, s: schedule.item_of(d, s) if s < schedule.num_items_of(d) else None,
-    )
+    topology = world.topology
     if topology.role(world.rank) == "target":
         from dflash_ddp.target.worker import stream_features
 
-        stream_features(run, world, control, routing)
+        stream_features(run, world, control)
         return None
     from dflash_ddp.drafter.worker import DrafterWorker
 
@@ -281,7 +269,7 @@ def play_roles(run: "Run", world: "World", control: "Control") -> str | None:
         features = FeatureReceiver(
             world,
             control,
-            routing,
+            run.schedule,
             num_slots=run.config.split.depth + 1,
             slot_bytes=run.slot_bytes,
             dtype=str(run.feature_dtype),

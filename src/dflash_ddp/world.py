@@ -1,12 +1,12 @@
 """Who does what: roles from ranks, the job's store, and the live process groups.
 
-In: the variables that torchrun sets, and the numbers of `split`. Out, in the order of a run:
+In: the variables that torchrun sets, and the settings of `split`. Out, in the order of a run:
 
-    launch = read_launch()               this process among the others
-    topology = plan_topology(...)        pure: target ranks, drafter ranks, lanes
-    store = JobStore(launch)             clients of the job's TCPStore, before any slow work
-    world = init_world(topology, ...)    device, drafter group (for DDP), this rank's lanes
-    close_world(world)                   on the good path only, after everybody is done
+    launch = read_launch()                   this process among the others
+    topology = plan_topology(split, launch)  pure: target ranks, drafter ranks, lanes
+    store = JobStore(launch)                 the job's TCPStore, before any slow work
+    world = init_world(topology, ...)        device, drafter group (for DDP), this rank's lanes
+    close_world(world)                       on the good path only, after everybody is done
 
 A lane is one (target rank, drafter rank) pair with a communicator of its own, so that no lane
 waits for another: 5 targets and 3 drafters have 15. Two nodes of four with split 5:3 look so:
@@ -24,9 +24,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from dflash_ddp.config import ConfigError
+from dflash_ddp.config import ConfigError, SplitConfig
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 START_LIMIT = timedelta(minutes=10)  # making the groups, and reaching the store
 LANE_LIMIT = timedelta(minutes=5)  # one transfer; it starts when both sides are ready
 DRAFTERS_LIMIT = timedelta(minutes=10)  # one collective; covers a checkpoint that others wait for
-
-NUM_STORE_CLIENTS = 5  # four threads of a rank's control plane, and the process groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,53 +69,6 @@ class Topology:
     def speaks(self, rank: int) -> bool:
         """Tell whether this rank is the first of its role: the one whose INFO lines are shown."""
         return rank in (self.target_ranks[0], self.drafter_ranks[0])
-
-
-def plan_topology(
-    *, num_targets: int, num_drafters: int, colocated: bool, world_size: int, local_world_size: int
-) -> Topology:
-    """Give each rank its role. Pure: every rank computes the same.
-
-    One node: targets first, then drafters. Several nodes: drafters spread evenly (the first nodes
-    take one more where it does not divide), on the last local ranks of each node.
-
-    Raises:
-        ValueError: split and processes do not fit; the text says what to change.
-    """
-    num_nodes, rest = divmod(world_size, local_world_size)
-    if rest:
-        raise ValueError(
-            f"{world_size} processes do not fill nodes of {local_world_size}: start the same "
-            f"--nproc_per_node on every node"
-        )
-    if colocated:
-        if not num_targets == num_drafters == world_size:
-            raise ValueError(
-                f"split.colocated=true gives every rank both roles, but torchrun started "
-                f"{world_size} for split.targets={num_targets} split.drafters={num_drafters}; "
-                f"use split.targets={world_size} split.drafters={world_size}"
-            )
-        return Topology(tuple(range(world_size)), tuple(range(world_size)), colocated=True)
-    if num_targets < 1 or num_drafters < 1:
-        raise ValueError(
-            f"split.targets={num_targets} split.drafters={num_drafters}: each role needs one rank "
-            f"or more; one process alone can run split=colocated"
-        )
-    if (wanted := num_targets + num_drafters) != world_size:
-        drafters = min(max(1, round(world_size * num_drafters / wanted)), world_size - 1)
-        proposal = f"split.targets={world_size - drafters} split.drafters={drafters}"
-        raise ValueError(
-            f"split asks for {num_targets} target + {num_drafters} drafter ranks = {wanted} "
-            f"processes, torchrun started {world_size}; use "
-            f"{proposal if drafters else 'split=colocated'}, or start {wanted}"
-        )
-    drafter_ranks: list[int] = []
-    for node in range(num_nodes):
-        num_here = num_drafters // num_nodes + (node < num_drafters % num_nodes)
-        node_end = (node + 1) * local_world_size
-        drafter_ranks += range(node_end - num_here, node_end)
-    target_ranks = tuple(r for r in range(world_size) if r not in drafter_ranks)
-    return Topology(target_ranks, tuple(drafter_ranks), colocated=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +111,58 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
     )
 
 
+def plan_topology(split: SplitConfig, launch: Launch) -> Topology:
+    """Give each rank its role. Pure: every rank computes the same.
+
+    One node: targets first, then drafters. Several nodes: drafters spread evenly (the first nodes
+    take one more where it does not divide), on the last local ranks of each node.
+
+    Raises:
+        ValueError: split and processes do not fit; the text says what to change.
+    """
+    num_targets, num_drafters, world_size = split.targets, split.drafters, launch.world_size
+    num_nodes, rest = divmod(world_size, launch.local_world_size)
+    if rest:
+        raise ValueError(
+            f"{world_size} processes do not fill nodes of {launch.local_world_size}: start the same "
+            f"--nproc_per_node on every node"
+        )
+    if split.colocated:
+        if not num_targets == num_drafters == world_size:
+            raise ValueError(
+                f"split.colocated=true gives every rank both roles, but torchrun started "
+                f"{world_size} for split.targets={num_targets} split.drafters={num_drafters}; "
+                f"use split.targets={world_size} split.drafters={world_size}"
+            )
+        return Topology(tuple(range(world_size)), tuple(range(world_size)), colocated=True)
+    if num_targets < 1 or num_drafters < 1:
+        raise ValueError(
+            f"split.targets={num_targets} split.drafters={num_drafters}: each role needs one rank "
+            f"or more; one process alone can run split=colocated"
+        )
+    if (wanted := num_targets + num_drafters) != world_size:
+        drafters = min(max(1, round(world_size * num_drafters / wanted)), world_size - 1)
+        proposal = f"split.targets={world_size - drafters} split.drafters={drafters}"
+        raise ValueError(
+            f"split asks for {num_targets} target + {num_drafters} drafter ranks = {wanted} "
+            f"processes, torchrun started {world_size}; use "
+            f"{proposal if drafters else 'split=colocated'}, or start {wanted}"
+        )
+    drafter_ranks: list[int] = []
+    for node in range(num_nodes):
+        num_here = num_drafters // num_nodes + (node < num_drafters % num_nodes)
+        node_end = (node + 1) * launch.local_world_size
+        drafter_ranks += range(node_end - num_here, node_end)
+    target_ranks = tuple(r for r in range(world_size) if r not in drafter_ranks)
+    return Topology(target_ranks, tuple(drafter_ranks), colocated=False)
+
+
 class JobStore:
     """The job's TCPStore; keys lie under run id and restart count: a restart finds none of the old.
 
-    All clients are opened at once, before anything runs: a new one can stall the store for seconds
-    where its host asks a name server that does not answer.
+    Two connections: torch's groups wait inside the store for minutes, and hold the lock of theirs
+    meanwhile. Both are opened at once, before anything runs: a new one can stall the store for
+    seconds where its host asks a name server that does not answer.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -184,14 +182,13 @@ class JobStore:
                 timeout=START_LIMIT,
             )
 
-        self._prefix = f"dflash/{launch.run_id}/{launch.restart_count}"
-        self._server = connect(launch.store_port, is_master=True) if launch.hosts_store else None
-        port = self._server.port if self._server else launch.store_port
-        self._clients = [connect(port, is_master=False) for _ in range(NUM_STORE_CLIENTS)]
-
-    def client(self, prefix: str) -> Store:
-        """Hand out a connection that nobody else uses, with keys under `prefix`."""
-        return PrefixStore(f"{self._prefix}/{prefix}", self._clients.pop())
+        first = connect(launch.store_port, is_master=launch.hosts_store)
+        second = connect(first.port, is_master=False)
+        prefix = f"dflash/{launch.run_id}/{launch.restart_count}"
+        self.control = PrefixStore(f"{prefix}/control", first)
+        """For `Control`, all threads of it; on the host it holds the server."""
+        self.groups = PrefixStore(f"{prefix}/groups", second)
+        """For torch's process groups."""
 
 
 @dataclass(slots=True)
@@ -222,7 +219,7 @@ def init_world(
 
     Args:
         topology, launch: the plan, equal on all ranks, and this process.
-        store: the job's store; torch gets a client of its own.
+        store: the job's store.
         device_type: "cuda" (NCCL, and gloo for tensors in host memory) or "cpu" (gloo).
         share_gpu: several ranks may use one GPU. For tests: NCCL then takes slow sockets.
         lane_ctas: thread blocks that one transfer may take from the GPU; None: NCCL decides.
@@ -233,7 +230,7 @@ def init_world(
     # A rank that does not come is named by the heartbeats, or ends this call after the limit.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        store=store.client("groups"),
+        store=store.groups,
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=START_LIMIT,

@@ -8,14 +8,15 @@ import sys
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import Outcome, report, run_ranks
 
-from dflash_ddp.channel import FeatureReceiver, FeatureSender, Routing
+from dflash_ddp.channel import FeatureReceiver, FeatureSender
+from dflash_ddp.config import SplitConfig
 from dflash_ddp.control import Control
 from dflash_ddp.log import exit_on_error, setup_logging
 from dflash_ddp.world import JobStore, close_world, init_world, plan_topology, read_launch
@@ -30,7 +31,6 @@ class Case:
 
     targets: int
     drafters: int
-    first_item: int = 0
     num_items: int = 24
     pattern: tuple[int, ...] = ()  # drafter of each item, repeated; default: round robin
     sleep_s: float = 0.004  # up to so much on each side and item
@@ -41,23 +41,25 @@ class Case:
     stop_at: int | None = None
 
 
-def routing(case: Case) -> Routing:
-    pattern = case.pattern or tuple(range(case.drafters))
-    drafter_of = [pattern[i % len(pattern)] for i in range(case.num_items)]
-    mine = [
-        [i for i in range(case.first_item, case.num_items) if drafter_of[i] == d]
-        for d in range(case.drafters)
-    ]
+class Pattern:
+    """The part of a schedule that the channel uses, with the drafters of a case."""
 
-    def route(item: int) -> tuple[int, int]:
-        return drafter_of[item], mine[drafter_of[item]].index(item)
+    def __init__(self, case: Case, num_items: int) -> None:
+        pattern = case.pattern or tuple(range(case.drafters))
+        self.num_items = num_items
+        self.drafter_of = [pattern[i % len(pattern)] for i in range(num_items)]
+        self.items = [
+            [i for i, drafter in enumerate(self.drafter_of) if drafter == d]
+            for d in range(case.drafters)
+        ]
 
-    def item_of(drafter: int, sequence: int) -> int | None:
-        return mine[drafter][sequence] if sequence < len(mine[drafter]) else None
+    def route(self, item: int) -> tuple[int, int]:
+        drafter = self.drafter_of[item]
+        return drafter, self.items[drafter].index(item)
 
-    return Routing(
-        first_item=case.first_item, num_items=case.num_items, route=route, item_of=item_of
-    )
+    def item_of(self, drafter: int, sequence: int) -> int | None:
+        items = self.items[drafter]
+        return items[sequence] if sequence < len(items) else None
 
 
 def features(item: int) -> torch.Tensor:
@@ -87,13 +89,8 @@ def stream(rank: int, case: Case) -> dict:
     with exit_on_error() as handler:
         launch = read_launch()
         store = JobStore(launch)
-        topology = plan_topology(
-            num_targets=case.targets,
-            num_drafters=case.drafters,
-            colocated=False,
-            world_size=launch.world_size,
-            local_world_size=launch.local_world_size,
-        )
+        split = SplitConfig(targets=case.targets, drafters=case.drafters)
+        topology = plan_topology(split, launch)
         setup_logging(rank=rank, role=topology.role(rank), verbose=topology.speaks(rank))
         control = Control(store, launch, topology, heartbeat_timeout_s=case.heartbeat_timeout_s)
         handler.publish = control.fail
@@ -110,18 +107,17 @@ def stream(rank: int, case: Case) -> dict:
 
 
 def send_all(rank, world, control, case) -> dict:
-    rules = routing(case)
+    more = {"fewer": -5, "more": 5}.get(case.break_how, 0) if rank == case.break_rank else 0
+    schedule = Pattern(case, case.num_items + more)
     if rank == case.break_rank and case.break_how == "route":
 
         def route(item: int) -> tuple[int, int]:
             raise KeyError(f"no route for item {item}")
 
-        rules = replace(rules, route=route)
-    if rank == case.break_rank and case.break_how == "fewer":
-        rules = replace(rules, num_items=case.num_items - 5)
+        schedule.route = route
     dtype = "float32" if rank == case.break_rank and case.break_how == "dtype" else "bfloat16"
     sender = FeatureSender(
-        world, control, rules, num_slots=2, slot_bytes=2 * SLOT_BYTES, dtype=dtype
+        world, control, schedule, num_slots=2, slot_bytes=2 * SLOT_BYTES, dtype=dtype
     )
     sleeps, items = random.Random(rank), []
     while (claim := sender.acquire()) is not None:
@@ -141,12 +137,12 @@ def send_all(rank, world, control, case) -> dict:
 
 
 def receive_all(rank, world, control, case) -> dict:
-    rules = routing(case)
+    schedule = Pattern(case, case.num_items)
     if rank == case.break_rank and case.break_how == "schedule":
-        right = rules.route
-        rules = replace(rules, route=lambda item: (1 - right(item)[0], 0))
+        right = schedule.route
+        schedule.route = lambda item: (1 - right(item)[0], 0)
     receiver = FeatureReceiver(
-        world, control, rules, num_slots=case.num_slots, slot_bytes=SLOT_BYTES, dtype="bfloat16"
+        world, control, schedule, num_slots=case.num_slots, slot_bytes=SLOT_BYTES, dtype="bfloat16"
     )
     sleeps, items, crcs = random.Random(rank), [], []
     while (received := receiver.receive()) is not None:
@@ -164,7 +160,6 @@ def receive_all(rank, world, control, case) -> dict:
         payload = received.slot[: received.header.num_bytes]
         assert torch.equal(payload, features(received.item))
         assert received.header.digest == zlib.crc32(payload.numpy())
-        assert received.header.item == received.item
         assert received.header.num_tokens == 7
         assert received.sequence == len(items)
         items.append(received.item)
@@ -181,10 +176,9 @@ def run(case: Case, **options) -> list[Outcome]:
 def assert_delivered(case: Case, outcomes: list[Outcome], end: int) -> None:
     """Every item once, at its drafter, in order; computed once, by some target."""
     values = [outcome.value for outcome in outcomes]
-    rules = routing(case)
-    wanted = range(case.first_item, end)
+    schedule, wanted = Pattern(case, end), range(end)
     for drafter in range(case.drafters):
-        expected = [i for i in wanted if rules.route(i)[0] == drafter]
+        expected = schedule.items[drafter]
         assert values[case.targets + drafter]["items"] == expected
     computed = sorted(item for value in values[: case.targets] for item in value["items"])
     assert len(set(computed)) == len(computed)
@@ -202,15 +196,9 @@ def test_unequal_numbers_of_items():
     assert_delivered(case, run(case), case.num_items)
 
 
-def test_resumed_stream_starts_in_the_middle():
-    case = Case(2, 2, first_item=7, num_items=20)
-    assert_delivered(case, run(case), case.num_items)
-
-
-@pytest.mark.parametrize("first_item", [0, 5])
-def test_no_items(first_item):
-    case = Case(2, 1, first_item=first_item, num_items=first_item)
-    assert_delivered(case, run(case), first_item)
+def test_no_items():
+    case = Case(2, 1, num_items=0)
+    assert_delivered(case, run(case), 0)
 
 
 def test_fewer_items_than_ranks():
@@ -276,7 +264,7 @@ def assert_all_end_with(outcomes: list[Outcome], texts: list[str], *, but: int =
 
 @pytest.mark.parametrize(("rank", "how"), [(0, "kill"), (3, "exit")])
 def test_dead_rank_ends_all_and_is_named(rank, how):
-    case = Case(2, 2, 0, 400, break_rank=rank, break_how=how, heartbeat_timeout_s=4)
+    case = Case(2, 2, 400, break_rank=rank, break_how=how, heartbeat_timeout_s=4)
     outcomes = run(case, check=False)
     role = "target" if rank < 2 else "drafter"
     assert_all_end_with(outcomes, [f"rank {rank} ({role})"], but=rank)
@@ -285,7 +273,7 @@ def test_dead_rank_ends_all_and_is_named(rank, how):
 
 def test_frozen_rank_ends_all_within_the_heartbeat_limit():
     def freeze(rank: int) -> list[Outcome]:
-        case = Case(2, 2, 0, 400, break_rank=rank, break_how="freeze", heartbeat_timeout_s=4)
+        case = Case(2, 2, 400, break_rank=rank, break_how="freeze", heartbeat_timeout_s=4)
         return run(case, check=False, may_hang=[rank])
 
     with ThreadPoolExecutor() as jobs:  # two jobs at once: they mostly wait
@@ -313,6 +301,7 @@ def test_frozen_rank_ends_all_within_the_heartbeat_limit():
         (1, 1, 0, "large", ["announces item 0 with 4097 bytes", "expects 1 to 4096 bytes"]),
         (1, 2, 2, "schedule", ["announces item", "do all ranks have the same schedule?"]),
         (1, 1, 0, "fewer", ["item 19, the next of drafter 0, was never sent"]),
+        (1, 1, 0, "more", ["item 24 to drafter 0, whose stream has 24 items: do all ranks have"]),
         (2, 1, 2, "leave", ["drafter 0 closes before item 3"]),
     ],
 )

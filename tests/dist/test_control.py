@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 from ranks import Outcome, is_preloaded, report, run_ranks
 
+import dflash_ddp.control
+from dflash_ddp.config import SplitConfig
 from dflash_ddp.control import Control
 from dflash_ddp.log import exit_on_error, setup_logging
 from dflash_ddp.world import JobStore, close_world, init_world, plan_topology, read_launch
@@ -30,13 +33,7 @@ def start(
     world_size = launch.world_size + extra_ranks
     launch = replace(launch, world_size=world_size, local_world_size=world_size)
     store = JobStore(launch)
-    topology = plan_topology(
-        num_targets=world_size - 1,
-        num_drafters=1,
-        colocated=False,
-        world_size=world_size,
-        local_world_size=world_size,
-    )
+    topology = plan_topology(SplitConfig(targets=world_size - 1, drafters=1), launch)
     setup_logging(rank=rank, role=topology.role(rank), verbose=topology.speaks(rank))
     if nodes_of_one:  # as if nobody could see the processes of the others
         launch = replace(launch, local_world_size=1)
@@ -166,7 +163,8 @@ def test_broken_collective_names_the_silent_rank():
 
 def tickets(rank: int) -> list[int]:
     _, _, _, control = start(rank)
-    mine = [control.claim() for _ in range(20)]
+    with ThreadPoolExecutor(8) as threads:  # all of them on the one connection of the rank
+        mine = list(threads.map(lambda _: control.claim(), range(20)))
     finish(control)
     return mine
 
@@ -179,14 +177,30 @@ def test_tickets_are_unique(store_in_rank0):
     assert sorted(claimed) == list(range(60))
 
 
+def leave_late(rank: int) -> None:
+    """The host of the store does not wait for the others, who take longer than any limit to leave."""
+    dflash_ddp.control._LEAVE_S = 0.1
+    _, _, _, control = start(rank, heartbeat_s=3)
+    with exit_on_error(control.fail):
+        control.done()
+        control.wait_all_done()
+        time.sleep(5 if rank else 0)  # `close_world`
+        control.close()
+
+
+@pytest.mark.dist
+def test_the_store_may_go_when_all_are_done():
+    outcomes = run_ranks(leave_late, 3, store_in_rank0=True)
+    assert outcomes[1].ended_at > outcomes[0].ended_at + 3
+    assert not any("the job ends" in outcome.output for outcome in outcomes)
+
+
 def one_process(rank: int) -> tuple:
     """No torchrun: one process that is target and drafter."""
     del os.environ["RANK"]
     launch = read_launch()
     store = JobStore(launch)
-    topology = plan_topology(
-        num_targets=1, num_drafters=1, colocated=True, world_size=1, local_world_size=1
-    )
+    topology = plan_topology(SplitConfig(targets=1, drafters=1, colocated=True), launch)
     control = Control(store, launch, topology)
     world = init_world(topology, launch, store, device_type="cpu")
     dist.all_reduce(torch.ones(1), group=world.drafter_group)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dflash_ddp.config import SplitConfig
 from dflash_ddp.control import Control
 from dflash_ddp.settings import Options
 from dflash_ddp.world import (
@@ -58,13 +59,7 @@ def report(rank: int, row: dict[str, Any]) -> None:
 def join(num_targets: int, num_drafters: int, *, lane_ctas: int | None) -> tuple[World, Control]:
     """Become a rank of a job that has this split, as training does."""
     launch = read_launch()
-    topology = plan_topology(
-        num_targets=num_targets,
-        num_drafters=num_drafters,
-        colocated=False,
-        world_size=launch.world_size,
-        local_world_size=launch.local_world_size,
-    )
+    topology = plan_topology(SplitConfig(targets=num_targets, drafters=num_drafters), launch)
     store = JobStore(launch)
     control = Control(store, launch, topology, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S)
     num_gpus = torch.cuda.device_count()  # wakes no GPU

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from dflash_ddp.bench.ranks import join, leave, options_of_rank, report, run_ranks
-from dflash_ddp.channel import FeatureReceiver, FeatureSender, Routing
+from dflash_ddp.channel import FeatureReceiver, FeatureSender
 from dflash_ddp.control import Control
 from dflash_ddp.costs import SENDER_SLOTS
+from dflash_ddp.schedule import Schedule
 from dflash_ddp.world import World
 
 WARM_UP_ITEMS = 10
@@ -40,7 +41,7 @@ class StreamOptions:
     mib: float = 1.0
     """Size of an item, all of which the drafter compares."""
     items: int = 200
-    """How many; a soak has many."""
+    """How many, of which each drafter takes the same number; a soak has many."""
 
     @property
     def slot_bytes(self) -> int:
@@ -74,12 +75,12 @@ def take_time(milliseconds: float, item: int, jitter: float) -> None:
     time.sleep(milliseconds * factor / 1e3)
 
 
-def send_items(world: World, control: Control, routing: Routing, options: StreamOptions) -> dict:
+def send_items(world: World, control: Control, schedule: Schedule, options: StreamOptions) -> dict:
     """A target's program."""
     sender = FeatureSender(
         world,
         control,
-        routing,
+        schedule,
         num_slots=SENDER_SLOTS,
         slot_bytes=options.slot_bytes,
         dtype="uint8",
@@ -95,10 +96,12 @@ def send_items(world: World, control: Control, routing: Routing, options: Stream
     return {"items": count}
 
 
-def receive_items(world: World, control: Control, routing: Routing, options: StreamOptions) -> dict:
+def receive_items(
+    world: World, control: Control, schedule: Schedule, options: StreamOptions
+) -> dict:
     """A drafter's program."""
     receiver = FeatureReceiver(
-        world, control, routing, num_slots=3, slot_bytes=options.slot_bytes, dtype="uint8"
+        world, control, schedule, num_slots=3, slot_bytes=options.slot_bytes, dtype="uint8"
     )
     count, begin = 0, time.perf_counter()
     while (received := receiver.receive()) is not None:
@@ -120,14 +123,13 @@ def main() -> None:
     options = options_of_rank(StreamOptions)
     num_drafters = options.drafters
     world, control = join(options.targets, num_drafters, lane_ctas=4)
-    routing = Routing(
-        first_item=0,
-        num_items=options.items,
-        route=lambda item: (item % num_drafters, item // num_drafters),
-        item_of=lambda drafter, sequence: sequence * num_drafters + drafter,
+    schedule = Schedule(
+        steps=options.items // num_drafters,
+        batches_per_step=num_drafters,
+        num_drafters=num_drafters,
     )
     act = send_items if world.rank in world.topology.target_ranks else receive_items
-    report(world.rank, act(world, control, routing, options))
+    report(world.rank, act(world, control, schedule, options))
     leave(world, control)
 
 

@@ -42,6 +42,7 @@ class Intake:
     def next(self, expected: Kind) -> tuple[int, PackedBatch]:
         """The next item and its packed batch; its features may still be on their way."""
         item = self._run.schedule.item_of(self._ordinal, self._sequence)
+        assert item is not None, "the stream has no more items for this drafter"
         self._sequence += 1
         stream_item = self._run.schedule.item(item)
         assert stream_item.kind is expected

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dflash_ddp.batch import PackedBatch
-from dflash_ddp.channel import FeatureSender, Routing
+from dflash_ddp.channel import FeatureSender
 from dflash_ddp.compiling import compile_now, require_compiler, require_main_thread
 from dflash_ddp.control import Control
 from dflash_ddp.costs import SENDER_SLOTS
@@ -76,14 +76,14 @@ def _load(run: Run, device: torch.device) -> PreTrainedModel:
     )
 
 
-def stream_features(run: Run, world: World, control: Control, routing: Routing) -> None:
+def stream_features(run: Run, world: World, control: Control) -> None:
     """Compute and send items until the stream ends."""
     control.phase("load target")
     source = FeatureSource(run, world.device)
     sender = FeatureSender(
         world,
         control,
-        routing,
+        run.schedule,
         num_slots=SENDER_SLOTS,
         slot_bytes=run.slot_bytes,
         dtype=str(run.feature_dtype),
