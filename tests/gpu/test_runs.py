@@ -49,14 +49,12 @@ def train(material, num_ranks: int, name: str, *more: str, **options: object) ->
 
 @pytest.fixture(scope="module", autouse=True)
 def own_cache(tmp_path_factory):
-    """Compiled code of these tests alone: the first run finds nothing."""
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))  # before ranks are forked
-    yield
-    if before is None:
-        del os.environ["XDG_CACHE_HOME"]
-    else:
-        os.environ["XDG_CACHE_HOME"] = before
+    """Compiled code of these tests alone: the first run finds nothing. Set before ranks are forked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # torch sets them as it compiles
+            patch.delenv(name, raising=False)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +75,12 @@ def assert_same_losses(folder, other) -> None:
 
 
 def used_memory() -> int:
-    """MiB in use on all GPUs, by whomever."""
+    """MiB in use on the GPUs that we see, by whomever."""
     if not CUDA:
         return 0
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        query += ["-i", visible]
     answer = subprocess.run(query, check=True, capture_output=True, text=True).stdout
     return sum(map(int, answer.split()))
 
