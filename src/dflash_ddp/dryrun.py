@@ -62,15 +62,13 @@ def _target(config: Config) -> str:
 def _text(name: str, config: Config) -> str:
     data, tokenizer, (path, split) = config.data, load_tokenizer(config), source_of(config, name)
     assert path is not None
-    rows = raw_rows(open_sources(path, split=split, revision=data.revision, key=TEXT_KEYS[name]))
-    read = list(
-        tokenised_rows(
-            islice(rows, SAMPLE_ROWS),
-            tokenizer,
-            settings=render_settings(config, tokenizer),
-            num_workers=0,
-        )
-    )
+    settings = render_settings(config, tokenizer)
+    try:
+        sources = open_sources(path, split=split, revision=data.revision, key=TEXT_KEYS[name])
+        rows = islice(raw_rows(sources), SAMPLE_ROWS)
+        read = list(tokenised_rows(rows, tokenizer, settings=settings, num_workers=0))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"data ({name}): {error}") from error
     documents = [document for row in read for document in row.documents]
     bad = [row for row in read if not row.documents]
     malformed = [row for row in bad if not any(r.reason in HARMLESS for r in row.rejected)]

@@ -1,4 +1,4 @@
-"""A run's drafter as a folder of its own, with a model card; nothing is written that does not load back.
+"""A run's drafter as a folder of its own, with a model card; nothing is written that would not load.
 
 python -m dflash_ddp.export run=outputs/mine out=DIR [format=native|speculators] [drafter=<checkpoint>]
 """
@@ -81,7 +81,7 @@ def export(options: ExportConfig) -> Path:
     """Write a run's drafter and its card into `out`, checked; the folder.
 
     Raises:
-        ConfigError: `out` exists, the run has no drafter, or it could not be loaded back.
+        ConfigError: `out` exists, the run has no drafter, or it would not load.
     """
     if not options.run or not options.out:
         raise ConfigError("give run=<dir> out=<dir>")
@@ -112,14 +112,27 @@ def export(options: ExportConfig) -> Path:
         shutil.copy(source / WEIGHTS_FILE, work)
         write_config(work, config)
         (work / "README.md").write_text(card, encoding="utf-8")
-        if options.format is Format.speculators and not check(work):
-            sys.stderr.write(
-                "dflash_ddp: speculators is not installed: its class has not read this\n"
-            )
+        if options.format is Format.speculators:
+            check_speculators(work)
         work.rename(out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return out
+
+
+def check_speculators(folder: Path) -> None:
+    """Let speculators' class read it, if it is installed.
+
+    Raises:
+        ConfigError: it does not take it.
+    """
+    try:
+        if not check(folder):
+            sys.stderr.write(
+                "dflash_ddp: speculators is not installed: its class has not read this\n"
+            )
+    except (ValueError, RuntimeError, OSError) as error:
+        raise ConfigError(f"nothing is exported, speculators does not load it: {error}") from error
 
 
 def main() -> None:

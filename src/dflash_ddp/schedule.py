@@ -78,7 +78,7 @@ class Schedule:
         due = [step for step in eval_steps if step > last_made and num_heldout]
         self.eval_steps = frozenset(due)
         """Steps before which held-out batches come in this stream."""
-        # int32: 13 bytes an item are kept, so that a run of a million steps stays small.
+        # int32: 13 bytes an item are kept, so that ten million items take 130 MB.
         train = np.arange(first_step * batches_per_step, steps * batches_per_step, dtype=np.int32)
         heldout = np.tile(np.arange(num_heldout, dtype=np.int32), len(due))
         step_of_heldout = np.repeat(np.array(due, dtype=np.int32), num_heldout)

@@ -161,10 +161,10 @@ def command_line(schema: type[Options], arguments: list[str]) -> Options:
 
 
 def _typed(schema: type[Options], tree: DictConfig) -> Options:
-    plain = cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
-    if unknown := _unknown_keys(plain, schema, prefix=""):
-        raise ConfigError("\n".join(unknown))
     try:
+        plain = cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
+        if unknown := _unknown_keys(plain, schema, prefix=""):
+            raise ConfigError("\n".join(unknown))
         merged = OmegaConf.merge(OmegaConf.structured(schema), plain)
         return cast(Options, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:

@@ -21,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from dflash_ddp.metrics_file import read_rows
+from dflash_ddp.metrics_file import METRICS_FILE, read_rows
 
 JOBS_FILE = "jobs.jsonl"
 COLUMNS = (
@@ -157,11 +157,12 @@ class Sweep(Callback):
         lines = (folder / JOBS_FILE).read_text(encoding="utf-8").splitlines()
         jobs = [json.loads(line) for line in lines]
         sys.stdout.write(f"\n{table(jobs)}\n")
-        if done := [Path(job["folder"]) for job in jobs if job["code"] == 0]:
+        folders = [Path(job["folder"]) for job in jobs if job["code"] == 0]
+        if done := [f for f in folders if (f / METRICS_FILE).is_file()]:  # none of a dry run
             from dflash_ddp import report
 
             report.write_report(done, folder / report.FILE)
             sys.stdout.write(f"{folder / report.FILE}\n")
         sys.stdout.flush()
-        if len(done) < len(jobs):
+        if len(folders) < len(jobs):
             raise SystemExit(1)

@@ -51,7 +51,7 @@ def main(tree: DictConfig) -> float | None:
         config = parse(tree)
         if config.dry_run:
             check_only(config)
-            return None
+            return note_job(0) if multirun else None
     except ConfigError as error:
         if not multirun:
             refuse(error)
@@ -236,11 +236,8 @@ def end_job(control: "Control", config: Config, error: BaseException) -> NoRetur
 
         try:
             tell(out_of_memory(config, control.topology.role(control.rank), control.rank, error))
-        except (
-            ConfigError,
-            OSError,
-            RuntimeError,
-        ) as trouble:  # the first cause must still be told
+        except (ConfigError, OSError, RuntimeError) as trouble:
+            # The first cause must still be told.
             tell(f"no advice on memory: {trouble}")
     if isinstance(error, ConfigError):
         tell(error)

@@ -60,7 +60,9 @@ def test_a_dry_run_checks_every_job(material):
     assert ended.output.count("seed=-1 must be >= 0") == 2
     assert ended.output.count("dry run: 1 problems; nothing was started") == 1
     assert ended.output.count("dry run: no problems; nothing was started") == 1
-    assert [job["code"] for job in jobs(material.output("dry sweep"))] == [2, 2, 2]
+    assert [job["code"] for job in jobs(material.output("dry sweep"))] == [2, 2, 2, 0]
+    table = ended.output[ended.output.index("accept length") :]
+    assert (table.count("failed, code 2"), table.count(" ok")) == (3, 1)
     assert not list(material.output("dry sweep").glob("*/metrics.jsonl"))
 
 

@@ -15,7 +15,7 @@ from drafters import (
 )
 
 from dflash_ddp.config import Recompute
-from dflash_ddp.drafter.attention import attend, choose_tiles, dense_mask
+from dflash_ddp.drafter.attention import attend, dense_mask
 from dflash_ddp.drafter.loss import logits_to_grad
 from dflash_ddp.drafter.model import FULL, SLIDING
 from dflash_ddp.drafter.step import LossSettings, Tables, compile_step, forward_backward
@@ -25,8 +25,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 GPU = torch.device("cuda")
-if torch.cuda.is_available():
-    choose_tiles(GPU)
 SHAPE = dataclasses.replace(
     tiny_shape(kinds=(SLIDING, FULL), window=50, block_size=16, hidden_size=64), head_dim=16
 )

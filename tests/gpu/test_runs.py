@@ -52,7 +52,10 @@ def own_cache(tmp_path_factory):
     """Compiled code of these tests alone: the first run finds nothing. Set before ranks are forked."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # torch sets them as it compiles
+        for name in (
+            "TORCHINDUCTOR_CACHE_DIR",
+            "TRITON_CACHE_DIR",
+        ):  # torch sets them as it compiles
             patch.delenv(name, raising=False)
         yield
 

@@ -32,9 +32,14 @@ def read_options(schema: type[Options], words: list[str]) -> Options:
     workloads = dict.fromkeys([*WORKLOADS, getattr(schema(), "workload", "tiny")])
     for keys, holds, rule in (
         ("repeats chunk_rows targets drafters gpus", lambda v: v >= 1, "must be >= 1"),
-        ("target_ms drafter_ms slow_factor mib", lambda v: v > 0, "must be > 0"),
+        ("target_ms drafter_ms slow_factor", lambda v: v > 0, "must be > 0"),
+        ("mib", lambda v: v * 2**20 >= 1, "must be a byte or more"),
         ("jitter", lambda v: 0 <= v <= 1, "must lie in 0..1"),
-        ("items", lambda v: v > WARM_UP_ITEMS, f"must be > {WARM_UP_ITEMS}: so many do not count"),
+        (
+            "items",
+            lambda v: v // getattr(options, "drafters", 1) > WARM_UP_ITEMS,
+            f"must give each drafter more than {WARM_UP_ITEMS}: so many do not count",
+        ),
         ("steps", lambda v: v > SKIPPED_STEPS, f"must be > {SKIPPED_STEPS}: so many do not count"),
         ("gib", lambda v: v and min(v) > 0, "must be numbers > 0"),
         ("ctas", lambda v: v and all(map(_is_ctas, v)), "must be whole numbers >= 1, or default"),

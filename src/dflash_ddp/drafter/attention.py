@@ -214,8 +214,10 @@ def block_mask(
 ) -> BlockMask:
     """A BlockMask from `find_tiles` on the device: keys by query tile, and queries by key tile.
 
+    Also where the kernels' tiles are chosen: before attention is compiled, outside of compiled code.
     The lists are made there: they are eight times as large as what they are made of.
     """
+    choose_tiles(kinds.device)
     partial, full = kinds == PARTIAL, kinds == WHOLE
     lists = [
         array[None, None]

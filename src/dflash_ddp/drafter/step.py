@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from dflash_ddp.compiling import require_compiler, require_main_thread
 from dflash_ddp.config import LossConfig, PositionWeight, Recompute
-from dflash_ddp.drafter.attention import choose_tiles
 from dflash_ddp.drafter.inputs import Inputs
 from dflash_ddp.drafter.loss import (
     ChunkFunctions,
@@ -57,7 +56,6 @@ def compile_step(model: Drafter) -> ChunkFunctions:
         RuntimeError: torch.compile is switched off.
     """
     require_compiler()
-    choose_tiles(next(model.parameters()).device)
     # Let the compiler recompute cheap elementwise results in backward: a fifth less memory for a
     # hundredth more time (`python -m dflash_ddp.bench drafter`, H200).
     functorch.activation_memory_budget = 0.95

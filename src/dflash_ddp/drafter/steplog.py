@@ -111,7 +111,10 @@ class StepLog:
 
         A target rank says what it has waited when it goes on: its last wait in here comes too late.
         """
-        begin, waits = mark(self._world), self._waits()
+        begin = mark(self._world)
+        if isinstance(begin, torch.cuda.Event):
+            begin.synchronize()  # so that waits of the steps before are known; a pause waits anyway
+        waits = self._waits()
         yield
         self._waits_before += self._waits() - waits
         self._pauses.append((begin, mark(self._world)))

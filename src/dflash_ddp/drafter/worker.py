@@ -99,6 +99,16 @@ class DrafterWorker:
             setup = make_setup(read_facts(config), gpu, cpu=device.type == "cpu")
             self.log = RunLog(run.folder, config, setup, first_step=run.found.first_step)
             control.before_exit(partial(self.log.close, exit_code=1))
+        self.saver: Saver | None = None
+        if self.ordinal == 0:
+            self.saver = Saver(run, control, self.model, self.optimizer)
+        state: TrainerState | None = None
+        if run.found.checkpoint is not None:
+            state = read_state(Path(run.found.checkpoint))
+            load_tensors(Path(run.found.checkpoint), self.model, self.optimizer)
+        self.accept_lengths = dict(state.accept_lengths) if state else {}
+        num_bad = state.bad_steps if state else 0
+        self.bad_steps = BadSteps(run, world.rank, speaks=self.ordinal == 0, count=num_bad)
         self.steplog = StepLog(
             world,
             control,
@@ -107,19 +117,9 @@ class DrafterWorker:
             tokens=run.found.tokens,
             wait_s=lambda: features.wait_s,
             more=self._other_values,
-        )
-        self.saver: Saver | None = None
-        if self.ordinal == 0:
-            self.saver = Saver(run, control, self.model, self.optimizer)
-        self.accept_lengths: dict[int, float | None] = {}
-        num_bad = 0
-        if run.found.checkpoint is not None:
-            folder = Path(run.found.checkpoint)
-            state = read_state(folder)
-            load_tensors(folder, self.model, self.optimizer)
+        )  # last: time runs from here
+        if state is not None:
             self.steplog.restore(state.sums, self.ordinal)
-            self.accept_lengths, num_bad = dict(state.accept_lengths), state.bad_steps
-        self.bad_steps = BadSteps(run, world.rank, speaks=self.ordinal == 0, count=num_bad)
 
     def _other_values(self, step: int) -> dict[str, float]:
         """Values of a row that others than the step log know."""

@@ -234,7 +234,9 @@ def random_tables(
 
 
 def check_files(path: str, revision: str | None, spec: TargetSpec) -> None:
-    """Look for a target's tables and, in a local folder, its files, without reading them.
+    """Look for a target's tables and, in a local folder, its files, without reading a weight.
+
+    Of a hub target the index is fetched; one that has none is a single file, and fetched whole.
 
     Raises:
         ValueError: there are no safetensors, no table in them, or a file is missing.
@@ -242,7 +244,7 @@ def check_files(path: str, revision: str | None, spec: TargetSpec) -> None:
     file_of = _tensor_files(path, revision)
     for table in ("embed_tokens.weight", *(() if spec.tied else ("lm_head.weight",))):
         _find_table(file_of, table, path)
-    local = Path(path)  # what lies on the hub is fetched whole later
+    local = Path(path)
     missing = [f for f in sorted(set(file_of.values())) if not (local / f).is_file()]
     if local.is_dir() and missing:
         raise ValueError(f"target.path={path!r}: {missing} are missing. Complete the download.")
