@@ -31,6 +31,33 @@ def _thinking(enabled: bool | None) -> str:
     return "on" if enabled else "off"
 
 
+def _serve(config: Config, shape: DrafterShape, form: str) -> str:
+    """How to, with both servers."""
+    target, thinking, drafts = config.target, config.data.enable_thinking, shape.block_size - 1
+    request = f'{{"enable_thinking": {str(thinking).lower()}}}' if thinking is not None else None
+    mixed = 0 < shape.layer_types.count(SLIDING) < len(shape.layer_types)
+    runner = "VLLM_USE_V2_MODEL_RUNNER=1 " if mixed else ""
+    spec = f'{{"method": "dflash", "model": "<this folder>", "num_speculative_tokens": {drafts}}}'
+    sglang = f"""
+SGLang, which counts the anchor as well:
+
+```bash
+python -m sglang.launch_server --model-path {target.path} --speculative-algorithm DFLASH \\
+    --speculative-draft-model-path <this folder> --speculative-num-draft-tokens {shape.block_size}
+```
+"""
+    return f"""## Serve
+
+vLLM:
+
+```bash
+{runner}vllm serve {target.path} --speculative-config '{spec}'
+```
+{sglang if form == "native" else ""}
+{f"Send `chat_template_kwargs: {request}` with every request." if request else ""}
+"""
+
+
 def model_card(
     config: Config, shape: DrafterShape, *, step: int, heldout: dict[str, Any] | None, form: str
 ) -> str:
@@ -45,23 +72,11 @@ def model_card(
     """
     target, data, drafts = config.target, config.data, shape.block_size - 1
     thinking = data.enable_thinking
-    request = f'{{"enable_thinking": {str(thinking).lower()}}}' if thinking is not None else None
-    mixed = 0 < shape.layer_types.count(SLIDING) < len(shape.layer_types)
-    runner = "VLLM_USE_V2_MODEL_RUNNER=1 " if mixed else ""
-    spec = f'{{"method": "dflash", "model": "<this folder>", "num_speculative_tokens": {drafts}}}'
     batches = f"{config.batches_per_step} x {config.tokens_per_batch:,} tokens each"
     weights, origin = config.loss.position_weight.value, ""
     if config.drafter.init_from is not None:
         origin = f"; started from {config.drafter.init_from}"
     where = f"split {data.split}, revision {data.revision or 'not pinned'}"
-    sglang = f"""
-SGLang, which counts the anchor as well:
-
-```bash
-python -m sglang.launch_server --model-path {target.path} --speculative-algorithm DFLASH \\
-    --speculative-draft-model-path <this folder> --speculative-num-draft-tokens {shape.block_size}
-```
-"""
     return f"""---
 base_model: {target.path}
 pipeline_tag: text-generation
@@ -82,13 +97,4 @@ Proposes {drafts} tokens at once; the target verifies them, so that its output d
 | block | {shape.block_size}: the anchor and {drafts} mask tokens |
 | mask token | row {shape.mask_token_id} of the target's table; neither padding nor an end token |
 
-## Serve
-
-vLLM:
-
-```bash
-{runner}vllm serve {target.path} --speculative-config '{spec}'
-```
-{sglang if form == "native" else ""}
-{f"Send `chat_template_kwargs: {request}` with every request." if request else ""}
-"""
+{_serve(config, shape, form)}"""
