@@ -166,7 +166,7 @@ def test_a_quoted_path_may_hold_any_sign(path):
 SWEEP = """
 import json, subprocess, sys
 class Recorded:
-    def __init__(self, command, env):
+    def __init__(self, command, env, start_new_session):
         print(json.dumps(command))
     def wait(self):
         return 1

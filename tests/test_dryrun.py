@@ -55,9 +55,9 @@ def test_every_problem_is_named(target, tmp_path):
     ]
     texts = [text for right, text in found(target, tmp_path, *wrong) if not right]
     assert len(texts) == 3
-    assert "empty.jsonl:1: no 'messages'" in texts[0]
-    assert "nowhere.jsonl: there is no such file" in texts[1]
-    assert "/proc/run" in texts[2]
+    assert "output_dir=/proc/run: cannot write" in texts[0]
+    assert "empty.jsonl:1: no 'messages'" in texts[1]
+    assert "nowhere.jsonl: there is no such file" in texts[2]
 
 
 def test_a_missing_shard_is_named(tmp_path):

@@ -305,6 +305,11 @@ def test_an_existing_folder_and_an_empty_run_are_refused(native, tmp_path):
         export(ExportConfig(run=str(tmp_path), out=str(tmp_path / "out")))
     with pytest.raises(ConfigError, match="give run=<dir> out=<dir>"):
         export(ExportConfig())
+    run = run_folder(tmp_path / "run")
+    for text in ("{{: [", "seed: x"):
+        (run / "config.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=r"run/config.yaml cannot be read"):
+            export(ExportConfig(run=str(run), out=str(tmp_path / "out")))
 
 
 @pytest.mark.parametrize("mask", [4160, -1, 4096, 4098, 7])

@@ -16,7 +16,16 @@ ROWS = [
 
 
 @pytest.mark.parametrize(
-    "tail", [b"", b'{"step": 6, "train/lo', b"\0\0\0\0", b"\xff\xfe\n", b'{"step": 6}{"st}', b"7\n"]
+    "tail",
+    [
+        b"",
+        b'{"step": 6, "train/lo',
+        b"\0\0\0\0",
+        b"\xff\xfe\n",
+        b'{"step": 6}{"st}',
+        b"7\n",
+        b'{"a": 1}\n',
+    ],
 )
 def test_a_line_that_is_cut_is_no_row_and_hurts_no_reader(tmp_path, tail):
     lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()

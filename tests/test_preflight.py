@@ -12,7 +12,7 @@ from test_config import load
 
 from dflash_ddp.checkpoint import STATE_FILE
 from dflash_ddp.config import Config, ConfigError
-from dflash_ddp.folder import claim_folder, hold_folder
+from dflash_ddp.folder import claim_folder, claimed_by, hold_folder
 from dflash_ddp.preflight import preflight
 
 FORK = multiprocessing.get_context("fork")
@@ -224,3 +224,19 @@ def test_what_is_written_down_holds_no_credential(copy, tmp_path, monkeypatch):
     assert set(written) == {"config.yaml", "data_report.json", "env.json"}
     assert "of-no-known-shape" not in "".join(written.values())
     assert json.loads(written["env.json"])["argv"][2] == "--key=***"
+
+
+def test_a_place_that_cannot_be_written_is_named_before_any_text_is_read(target, tmp_path):
+    (tmp_path / "file").write_text("")
+    for key in ("output_dir", "data.cache_dir"):
+        text = refusal(settings(target, f"{key}={tmp_path / 'file'}"))
+        assert f"{key}={tmp_path / 'file'}: cannot write" in text
+
+
+def test_an_env_json_that_is_cut_is_nobodys(copy, tmp_path):
+    config = settings(copy)
+    claim_folder(config, {}, "here")
+    assert claimed_by(config) == "here"
+    for text in ("", '{"launch": "he'):
+        (tmp_path / "run" / "env.json").write_text(text)
+        assert claimed_by(config) is None

@@ -12,7 +12,17 @@ import yaml
 
 from dflash_ddp import report
 from dflash_ddp.plan import load_config
-from dflash_ddp.report import FILE, HEIGHT, LEFT, TOP, read_run, thinned, ticks, write_report
+from dflash_ddp.report import (
+    FILE,
+    HEIGHT,
+    LEFT,
+    TOP,
+    read_run,
+    thinned,
+    ticks,
+    write_or_warn,
+    write_report,
+)
 from dflash_ddp.settings import resolved
 
 STEPS = 30
@@ -173,3 +183,10 @@ def test_the_command_says_where_it_wrote_or_what_is_wrong(runs, tmp_path, monkey
         monkeypatch.setattr(sys, "argv", ["report", *bad])
         with pytest.raises(SystemExit, match=expected):
             report.main()
+
+
+def test_a_damaged_file_costs_a_run_no_more_than_its_report(tmp_path, caplog):
+    folder = make_run(tmp_path / "run", 1e-3)
+    (folder / "config.yaml").write_text("{{: [")
+    write_or_warn(folder)
+    assert "a file is damaged" in caplog.text

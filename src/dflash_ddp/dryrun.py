@@ -4,7 +4,6 @@ Each check gives one line; all problems are named, not only the first. No weight
 started, and nothing is left behind in the folders that are tried.
 """
 
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -33,7 +32,7 @@ def dry_run(config: Config) -> Iterator[tuple[bool, str]]:
     use_cache_without_hub()
     checks: list[Callable[[Config], str]] = [_target]
     checks += [partial(_text, name) for name in TEXT_KEYS if source_of(config, name)[0] is not None]
-    checks += [_memory, _write_access]
+    checks.append(_memory)
     for check in checks:
         try:
             yield True, check(config)
@@ -45,7 +44,7 @@ def _target(config: Config) -> str:
     found = preflight(config)
     text = (
         f"target and tokenizer: capture layers {found.capture_layers}, mask token "
-        f"{found.mask_token_id}; "
+        f"{found.mask_token_id}; write access; "
     )
     if found.checkpoint is None:
         return text + "a new run"
@@ -101,15 +100,3 @@ def _memory(config: Config) -> str:
         raise ConfigError(f"memory: {text}, but a GPU has {available / GIB:.0f} GiB:\n{advice}")
     nodes = f"; {local} ranks need {-(-local // gpus)} such nodes" if local > gpus else ""
     return f"memory: {text}, a GPU has {available / GIB:.0f} GiB; {gpus} GPUs here{nodes}"
-
-
-def _write_access(config: Config) -> str:
-    folders = [Path(config.output_dir), Path(config.data.cache_dir)]
-    for folder in folders:
-        parent = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-        try:
-            with tempfile.NamedTemporaryFile(dir=parent) as file:
-                file.write(b"x")
-        except OSError as error:
-            raise ConfigError(f"{folder}: cannot write in {parent}: {error.strerror}") from error
-    return f"write access: {' and '.join(str(folder) for folder in folders)}"

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 from dflash_ddp.accept import AcceptTally, answer_spans
@@ -34,7 +33,7 @@ from dflash_ddp.log import setup_logging
 from dflash_ddp.native import load_capture_layers, load_native, newest_drafter
 from dflash_ddp.preflight import device_type, load_tokenizer, torch_dtype, use_cache_without_hub
 from dflash_ddp.reference import Reference
-from dflash_ddp.settings import command_line, parse
+from dflash_ddp.settings import command_line, saved_settings
 from dflash_ddp.texts import eos_ids, prepare_text
 
 logger = logging.getLogger("dflash_ddp.evaluate")  # also where this file is the program
@@ -96,7 +95,7 @@ def run_config(options: EvaluateConfig) -> tuple[Config, Path]:
         if value is not None and not value >= least:
             raise ConfigError(f"{key}={value} must be >= {least}")
     if options.run is not None:
-        config = parse(OmegaConf.load(Path(options.run) / "config.yaml"))  # type: ignore[arg-type]
+        config = saved_settings(Path(options.run))
     elif options.drafter and options.target and options.data:
         config = Config()
         config.data.path = options.data
@@ -303,7 +302,7 @@ def main() -> None:
     setup_logging(rank=0, role="evaluate", verbose=True)
     try:
         row = evaluate(command_line(EvaluateConfig, sys.argv[1:]))
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         sys.stderr.write(f"dflash_ddp: {error}\n")
         raise SystemExit(2) from None
     sys.stdout.write(json.dumps(row) + "\n")

@@ -12,8 +12,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from dflash_ddp.config import ConfigError
 from dflash_ddp.metrics_file import heldout_row
 from dflash_ddp.model_card import model_card
@@ -26,7 +24,7 @@ from dflash_ddp.native import (
     weight_differences,
     write_config,
 )
-from dflash_ddp.settings import command_line, parse
+from dflash_ddp.settings import command_line, saved_settings
 from dflash_ddp.speculators_format import check, problems, speculators_config
 from dflash_ddp.target.tables import read_config
 
@@ -89,7 +87,7 @@ def export(options: ExportConfig) -> Path:
     if out.exists():
         raise ConfigError(f"out={out} exists; give a new folder")
     source = Path(options.drafter) if options.drafter else newest_drafter(run)
-    settings = parse(OmegaConf.load(run / "config.yaml"))  # type: ignore[arg-type]
+    settings = saved_settings(run)
     config = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
     shape = load_shape(source)
     check_mask_token(config)
@@ -139,7 +137,7 @@ def main() -> None:
     """Parse the command line, export, say where."""
     try:
         out = export(command_line(ExportConfig, sys.argv[1:]))
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         sys.stderr.write(f"dflash_ddp: {error}\n")
         raise SystemExit(2) from None
     sys.stdout.write(f"{out}\n")

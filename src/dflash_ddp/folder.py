@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,26 @@ def hold_folder(folder: Path) -> None:
 
 def claimed_by(config: Config) -> str | None:
     """The launch that wrote into the run's folder last; None if nobody did."""
-    file = Path(config.output_dir) / "env.json"
-    return json.loads(file.read_text(encoding="utf-8")).get("launch") if file.is_file() else None
+    try:
+        return json.loads((Path(config.output_dir) / "env.json").read_bytes()).get("launch")
+    except (OSError, ValueError):  # none, or one that a full disk or a crash has cut
+        return None
+
+
+def check_writable(folder: Path, key: str) -> None:
+    """ConfigError if nothing can be written there, or where it would be made; nothing is left there."""
+    parent = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=parent) as file:
+            file.write(b"x")
+    except OSError as error:
+        raise ConfigError(f"{key}={folder}: cannot write in {parent}: {error.strerror}") from error
+
+
+def _write(file: Path, text: str) -> None:
+    part = file.with_name(f".{file.name}")
+    part.write_text(text, encoding="utf-8")
+    part.rename(file)
 
 
 def claim_folder(config: Config, data_report: dict[str, Any], launch: str) -> None:
@@ -80,11 +99,10 @@ def claim_folder(config: Config, data_report: dict[str, Any], launch: str) -> No
     hold_folder(folder)
     remove_leftovers(folder / "checkpoints")
     text = json.dumps(data_report, indent=2) + "\n"
-    (folder / "data_report.json").write_text(text, encoding="utf-8")
-    text = yaml.safe_dump(resolved(config), sort_keys=False)
-    (folder / "config.yaml").write_text(text, encoding="utf-8")
+    _write(folder / "data_report.json", text)
+    _write(folder / "config.yaml", yaml.safe_dump(resolved(config), sort_keys=False))
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     argv = [redact(word) for word in sys.argv]
     environment: dict[str, Any] = {"launch": launch, "argv": argv, "python": sys.version}
     environment |= {"torch": torch.__version__, "gpu": gpu}
-    (folder / "env.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+    _write(folder / "env.json", json.dumps(environment, indent=2) + "\n")

@@ -21,7 +21,7 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict):
+        if isinstance(row, dict) and "step" in row:
             rows.append(row)
     return rows
 

@@ -31,7 +31,7 @@ from dflash_ddp.config import Config, ConfigError
 from dflash_ddp.costs import GIB, GPUS, Gpu
 from dflash_ddp.facts import Facts, read_facts
 from dflash_ddp.preflight import device_type, torch_dtype
-from dflash_ddp.settings import parse
+from dflash_ddp.settings import override_problems, parse
 from dflash_ddp.target.capture import Target
 from dflash_ddp.target.compiled import compile_layers
 from dflash_ddp.target.model import random_target
@@ -237,6 +237,8 @@ def load_config(overrides: list[str]) -> Config:
     Raises:
         ConfigError: one of them cannot work.
     """
+    if wrong := override_problems(overrides):
+        raise ConfigError("\n".join(wrong))
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
             return parse(compose("train", overrides))

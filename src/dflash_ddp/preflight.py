@@ -24,7 +24,7 @@ from dflash_ddp.checkpoint import (
 from dflash_ddp.config import Config, ConfigError, Device, Dtype, TargetConfig
 from dflash_ddp.drafter.attention import check_dense_size
 from dflash_ddp.drafter.model import DrafterShape
-from dflash_ddp.folder import check_links, hold_folder
+from dflash_ddp.folder import check_links, check_writable, hold_folder
 from dflash_ddp.native import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -144,6 +144,8 @@ def preflight(config: Config) -> Preflight:
     if config.checkpoint.upload is not None:
         check_address(config.checkpoint.upload)
     folder = Path(config.output_dir)
+    check_writable(folder, "output_dir")
+    check_writable(Path(config.data.cache_dir), "data.cache_dir")
     if folder.is_dir():
         check_links(folder)
         hold_folder(folder)

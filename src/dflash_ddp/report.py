@@ -95,13 +95,16 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run's directory; a line that is still being written is left out.
 
     Raises:
-        ValueError: it has no metrics.jsonl.
+        ValueError: it has no metrics.jsonl, or a file of it is damaged.
     """
     if not (folder / METRICS_FILE).is_file():
         raise ValueError(f"run={folder}: there is no {METRICS_FILE}; give the directory of a run")
     config, data = folder / "config.yaml", folder / "data_report.json"
-    settings = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    reports = json.loads(data.read_text(encoding="utf-8")) if data.is_file() else {}
+    try:
+        settings = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        reports = json.loads(data.read_text(encoding="utf-8")) if data.is_file() else {}
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"run={folder}: a file is damaged: {error}") from error
     return RunRecord(folder.name, read_rows(folder), flat(settings), reports)
 
 
@@ -325,7 +328,7 @@ def write_or_warn(folder: Path) -> None:
     """At the end of a run, which is complete whether or not this file can be written."""
     try:
         write_report([folder], folder / FILE)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         logger.warning("no %s: %s", FILE, error)
 
 

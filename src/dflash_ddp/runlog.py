@@ -90,7 +90,7 @@ class Summary(NamedTuple):
     untrained_accept_length: float | None
     tokens_per_s: float
     best_step: int | None
-    export: str
+    export: str | None
     stopped_by: str | None
 
     def text(self, *, generated: bool) -> str:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from dflash_ddp.config import TILE, Config, ConfigError
 from dflash_ddp.redaction import redact
@@ -45,7 +46,8 @@ def problems(config: Config) -> list[str]:
     for keys, holds, rule in (
         (_AT_LEAST_ONE, lambda v: v >= 1, "must be >= 1"),
         (_AT_LEAST_ZERO, lambda v: v >= 0, "must be >= 0"),
-        (_POSITIVE, lambda v: v > 0 and math.isfinite(v), "must be > 0"),
+        (_POSITIVE, lambda v: v > 0 and math.isfinite(v), "must be > 0 and finite"),
+        (["seed"], lambda v: v < 2**63, "must be below 2**63"),
         (_SHARES, lambda v: 0 <= v <= 1, "must lie in 0..1"),
         (_DECAYS, lambda v: 0 <= v < 1, "must be >= 0 and < 1"),
     ):
@@ -66,6 +68,10 @@ def _combination_problems(config: Config) -> list[str]:
         found.append(
             f"data.max_length={config.data.max_length} must not exceed "
             f"tokens_per_batch={config.tokens_per_batch}: documents are never split"
+        )
+    if (config.steps or 0) * config.batches_per_step >= 2**31:
+        found.append(
+            f"steps={config.steps} x batches_per_step={config.batches_per_step} must be below 2**31"
         )
     if split.drafters >= 1 and config.batches_per_step % split.drafters:
         found.append(
@@ -145,6 +151,19 @@ def parse(tree: DictConfig) -> Config:
     if found := problems(config):
         raise ConfigError("\n".join(found))
     return config
+
+
+def saved_settings(run: Path) -> Config:
+    """The settings in a run's directory.
+
+    Raises:
+        ConfigError: there are none, or they are damaged.
+    """
+    file = run / "config.yaml"
+    try:
+        return parse(cast(DictConfig, OmegaConf.load(file)))
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"run={run}: {file} cannot be read: {error}") from error
 
 
 def command_line(schema: type[Options], arguments: list[str]) -> Options:

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from dflash_ddp.metrics_file import METRICS_FILE, read_rows
 
 JOBS_FILE = "jobs.jsonl"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 COLUMNS = (
     ("accept length", "heldout/accept_length", "{:.3f}"),
     ("walk on text", "heldout/walk_on_text", "{:.3f}"),
@@ -40,15 +41,17 @@ def run_job(command: list[str]) -> int:
         SystemExit: this process was told to end; the job has ended, and no other may start.
     """
     stopped = []
-    child = subprocess.Popen(command, env=clean_environment())
+    # A session of its own: else a terminal's Ctrl-C would reach the job twice, from there and from here.
+    child = subprocess.Popen(command, env=clean_environment(), start_new_session=True)
 
     def stop(number: int, _frame: object) -> None:
         stopped.append(number)
         child.terminate()
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     code = child.wait()
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
     if stopped:
         raise SystemExit(128 + stopped[0])
     return code

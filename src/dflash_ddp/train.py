@@ -12,6 +12,7 @@ A run is two programs: target ranks stream context features, drafter ranks learn
 import gc
 import io
 import os
+import signal
 import sys
 import time
 from functools import partial
@@ -159,6 +160,7 @@ def relaunch(config: Config) -> float | None:
 
 def run_rank(config: Config) -> None:
     """Be one rank of the run."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until training begins there is nothing to save
     gc.disable()  # imports leave no garbage, only ever more to look through for it
     from dflash_ddp.log import exit_on_error, setup_logging
     from dflash_ddp.world import plan_topology, read_launch

@@ -1,5 +1,6 @@
 """Saving while training goes on: bad disks, the best drafter, uploads."""
 
+import errno
 import json
 import os
 import resource
@@ -17,6 +18,7 @@ from training import train
 
 import dflash_ddp.drafter.saving
 import dflash_ddp.upload
+from dflash_ddp.checkpoint import complete_checkpoints
 from dflash_ddp.drafter.saving import best_step
 
 pytestmark = pytest.mark.dist
@@ -85,6 +87,27 @@ def test_training_goes_on_without_a_disk_and_saves_when_it_is_back(material, kin
     made = [row["step"] for row in rows(output) if "train/loss" in row]
     assert made[-5:] == [4, 5, 6, 7, 8]
     assert kind == "folder gone" or made[:3] == [1, 2, 3]
+
+
+def shrink_disk() -> None:
+    """There is room for two checkpoints."""
+    write = dflash_ddp.drafter.saving.write_checkpoint
+
+    def write_or_fail(checkpoints: Path, *args: object, **options: object) -> Path:
+        if len(complete_checkpoints(checkpoints)) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(checkpoints, *args, **options)
+
+    dflash_ddp.drafter.saving.write_checkpoint = write_or_fail
+
+
+def test_a_disk_too_small_for_keep_last_keeps_the_newest(material):
+    output = material.output("small disk")
+    events = {(DRAFTER, "train step", 1): shrink_disk}
+    more = ["checkpoint.keep_last=3", "checkpoint.export=last"]
+    outcomes = train(2, material.overrides(output.name, *SPLIT, *more), events)
+    assert saved_steps(output) == [6, 8], report(outcomes)
+    assert "has no space for checkpoint.keep_last=3 and one more" in outcomes[DRAFTER].output
 
 
 def metrics(output: Path) -> list[str]:

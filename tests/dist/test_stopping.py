@@ -62,6 +62,11 @@ def test_sigusr1_saves_and_goes_on(material, whole):
     assert_equal_state(state(folder, STEPS), state(whole, STEPS))
 
 
+def test_sigusr1_before_training_is_no_reason_to_end(material):
+    events = {(rank, "preflight", 1): signal.SIGUSR1 for rank in range(2)}
+    train(2, material.overrides("early", "split=1t1d", "steps=2"), events)
+
+
 def test_colocated_ranks_stop_alike(material):
     events = {(1, "train step", 3): signal.SIGTERM}
     split = "split=colocated split.targets=2 split.drafters=2 steps=40 eval.every=0".split()

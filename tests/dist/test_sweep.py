@@ -66,16 +66,20 @@ def test_a_dry_run_checks_every_job(material):
     assert not list(material.output("dry sweep").glob("*/metrics.jsonl"))
 
 
-def test_a_sweep_that_is_told_to_end_starts_no_further_job(material):
-    words = words_of(material, "told to end", "seed=1,2", "steps=20000")
-    metrics = material.output("told to end") / "seed=1" / "metrics.jsonl"
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_sweep_that_is_told_to_end_ends_its_job_and_starts_no_other(material, number):
+    name = f"told to end by {number.name}"
+    words = words_of(material, name, "seed=1,2", "steps=20000")
+    metrics = material.output(name) / "seed=1" / "metrics.jsonl"
     with running(None, words) as command:
         command.wait_until(lambda: metrics.is_file() and "train/loss" in metrics.read_text(), 90)
         parent = min(command.pids())
-        os.kill(parent, signal.SIGTERM)
+        os.kill(parent, number)
         ended = command.wait(40)
-    assert ended.code == 128 + signal.SIGTERM
-    assert not (material.output("told to end") / "seed=2").exists()
+        assert not command.pids()
+    assert ended.code == 128 + number
+    assert list((metrics.parent / "checkpoints").iterdir())
+    assert not (material.output(name) / "seed=2").exists()
 
 
 def test_optuna_searches_for_the_highest_accept_length(material):

@@ -109,7 +109,7 @@ class Saver:
                 end.synchronize()
                 self._stall_s += begin.elapsed_time(end) / 1000
             start = time.monotonic()
-            folder = self._try_to_write(state, last)
+            folder = self._try_to_write(state, best, last)
             if folder is None:
                 return
             write_s = time.monotonic() - start
@@ -120,18 +120,21 @@ class Saver:
             self._metrics.append(
                 {"checkpoint/stall_s": self._stall_s, "checkpoint/write_s": write_s}
             )
-            self._rotate(best)
+            keep = self._run.config.checkpoint
+            self._rotate(best, keep_last=keep.keep_last, keep_every=keep.keep_every)
             if self._uploader is not None:
                 self._uploader.offer(folder)
 
-    def _try_to_write(self, state: TrainerState, last: bool) -> Path | None:
+    def _try_to_write(self, state: TrainerState, best: int | None, last: bool) -> Path | None:
         """The checkpoint; None if it cannot be written and training goes on.
 
         Raises:
             RuntimeError: training does not go on.
         """
         run = self._run
-        for pause in (*(LAST_TRIES_S if last else ()), None):
+        pauses = [*(LAST_TRIES_S if last else ()), None]
+        while pauses:
+            pause = pauses.pop(0)
             try:
                 return write_checkpoint(
                     self._checkpoints,
@@ -144,6 +147,9 @@ class Saver:
                 )
             except (OSError, SafetensorError) as error:
                 self._num_failed += 1
+                if "No space left" in str(error) and self._make_room(best):
+                    pauses.insert(0, pause)
+                    pause = 0.0
                 self._metrics.append({"checkpoint/failed": self._num_failed})
                 text = f"the checkpoint of step {state.step} cannot be written: {error}"
                 stops = run.config.checkpoint.on_error is OnError.stop
@@ -154,14 +160,23 @@ class Saver:
                 time.sleep(pause or 0)
         return None
 
-    def _rotate(self, best: int | None) -> None:
-        config = self._run.config.checkpoint
+    def _make_room(self, best: int | None) -> bool:
+        """On a full disk: of the checkpoints only the newest and the best stay. Whether any went."""
+        before = len(complete_checkpoints(self._checkpoints))
+        self._rotate(best, keep_last=1, keep_every=0)
+        if len(complete_checkpoints(self._checkpoints)) == before:
+            return False
+        logger.warning(
+            "%s has no space for checkpoint.keep_last=%d and one more: older ones are deleted",
+            *(self._checkpoints, self._run.config.checkpoint.keep_last),
+        )
+        return True
+
+    def _rotate(self, best: int | None, *, keep_last: int, keep_every: int) -> None:
         uploading = self._uploader.busy if self._uploader is not None else None
         try:
             steps = [step_of(folder) for folder in complete_checkpoints(self._checkpoints)]
-            keep = kept_steps(
-                steps, keep_last=config.keep_last, keep_every=config.keep_every, best=best
-            )
+            keep = kept_steps(steps, keep_last=keep_last, keep_every=keep_every, best=best)
             rotate(self._checkpoints, keep, but=uploading)
         except OSError as error:
             logger.error("old checkpoints cannot be deleted: %s", error)

@@ -216,7 +216,7 @@ class DrafterWorker:
             untrained_accept_length=self.accept_lengths.get(0),
             tokens_per_s=(steplog.tokens - run.found.tokens) / elapsed,
             best_step=exported,
-            export=str(run.folder / "export"),
+            export=None if exported is None else str(run.folder / "export"),
             stopped_by=stopped_by,
         )
 
