@@ -1,4 +1,4 @@
-"""Files that outlast a crash of the machine."""
+"""Files that are whole or not there, and outlast a crash of the machine."""
 
 import os
 from pathlib import Path
@@ -11,3 +11,10 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a small file under another name, then rename it: a reader never meets a part of it."""
+    part = file.with_name(f".{file.name}.{os.getpid()}")
+    part.write_text(text, encoding="utf-8")
+    part.rename(file)

@@ -33,7 +33,7 @@ from dflash_ddp.log import setup_logging
 from dflash_ddp.native import load_capture_layers, load_native, newest_drafter
 from dflash_ddp.preflight import device_type, load_tokenizer, torch_dtype, use_cache_without_hub
 from dflash_ddp.reference import Reference
-from dflash_ddp.settings import command_line, saved_settings
+from dflash_ddp.settings import Rule, broken_rules, command_line, saved_settings
 from dflash_ddp.texts import eos_ids, prepare_text
 
 logger = logging.getLogger("dflash_ddp.evaluate")  # also where this file is the program
@@ -90,10 +90,10 @@ def run_config(options: EvaluateConfig) -> tuple[Config, Path]:
     Raises:
         ConfigError: neither a run nor all three of drafter, target and data; a value out of bounds.
     """
-    for key, least in (("documents", 1), ("max_new_tokens", 1), ("temperature", 0)):
-        value = getattr(options, key)
-        if value is not None and not value >= least:
-            raise ConfigError(f"{key}={value} must be >= {least}")
+    rules: list[Rule] = [(["documents", "max_new_tokens"], lambda v: v >= 1, "must be >= 1")]
+    rules.append((["temperature"], lambda v: v >= 0, "must be >= 0"))
+    for problem in broken_rules(options, rules):
+        raise ConfigError(problem)
     if options.run is not None:
         config = saved_settings(Path(options.run))
     elif options.drafter and options.target and options.data:

@@ -2,10 +2,10 @@
 
 import json
 import logging
-import os
 import time
 from pathlib import Path
 
+from dflash_ddp.disk import write_whole
 from dflash_ddp.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,6 @@ def write_failure(folder: Path, first: str, *, phases: dict[str, str], restart: 
     failure["phases"] = phases
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f".{FAILURE_FILE}.{os.getpid()}"
-        part.write_text(redact(json.dumps(failure, indent=2)) + "\n", encoding="utf-8")
-        part.rename(folder / FAILURE_FILE)
+        write_whole(folder / FAILURE_FILE, redact(json.dumps(failure, indent=2)) + "\n")
     except OSError as error:
         logger.warning("%s cannot be written: %s", folder / FAILURE_FILE, error)

@@ -15,6 +15,7 @@ import yaml
 
 from dflash_ddp.checkpoint import remove_leftovers
 from dflash_ddp.config import Config, ConfigError
+from dflash_ddp.disk import write_whole
 from dflash_ddp.redaction import redact
 from dflash_ddp.settings import resolved
 
@@ -74,12 +75,6 @@ def check_writable(folder: Path, key: str) -> None:
         raise ConfigError(f"{key}={folder}: cannot write in {parent}: {error.strerror}") from error
 
 
-def _write(file: Path, text: str) -> None:
-    part = file.with_name(f".{file.name}")
-    part.write_text(text, encoding="utf-8")
-    part.rename(file)
-
-
 def claim_folder(config: Config, data_report: dict[str, Any], launch: str) -> None:
     """Take the run's folder, once all is checked: a run that is refused has changed nothing in it.
 
@@ -99,10 +94,10 @@ def claim_folder(config: Config, data_report: dict[str, Any], launch: str) -> No
     hold_folder(folder)
     remove_leftovers(folder / "checkpoints")
     text = json.dumps(data_report, indent=2) + "\n"
-    _write(folder / "data_report.json", text)
-    _write(folder / "config.yaml", yaml.safe_dump(resolved(config), sort_keys=False))
+    write_whole(folder / "data_report.json", text)
+    write_whole(folder / "config.yaml", yaml.safe_dump(resolved(config), sort_keys=False))
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     argv = [redact(word) for word in sys.argv]
     environment: dict[str, Any] = {"launch": launch, "argv": argv, "python": sys.version}
     environment |= {"torch": torch.__version__, "gpu": gpu}
-    _write(folder / "env.json", json.dumps(environment, indent=2) + "\n")
+    write_whole(folder / "env.json", json.dumps(environment, indent=2) + "\n")

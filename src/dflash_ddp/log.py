@@ -5,12 +5,13 @@ first rank of each role, warnings of all.
 
 `exit_on_error` is the outermost `with` of a program and of each thread of ours. Invariant: an error
 ends the process; other places that catch all errors try again (compiling, upload) or add a name and
-raise (a row of text). With `publish` set
-(`Control.fail`) the cause goes to all ranks, and threads that hang cannot keep the process alive;
-without, the traceback is printed and the launcher ends the other ranks.
+raise (a row of text). With `publish` set (`Control.fail`) the cause goes to all ranks, and threads
+that hang cannot keep the process alive; without, the traceback is printed and the launcher ends the
+other ranks.
 """
 
 import logging
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,9 @@ from dataclasses import dataclass
 from dflash_ddp.redaction import redact
 
 logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What tells a program to end."""
 
 
 class RedactingFormatter(logging.Formatter):

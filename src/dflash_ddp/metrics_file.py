@@ -8,6 +8,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from dflash_ddp.disk import write_whole
+
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
@@ -37,9 +39,7 @@ def drop_rows_after(folder: Path, step: int) -> None:
     if not (folder / METRICS_FILE).is_file():
         return
     kept = [json.dumps(row) + "\n" for row in read_rows(folder) if row["step"] <= step]
-    part = folder / f".{METRICS_FILE}"
-    part.write_text("".join(kept), encoding="utf-8")
-    part.rename(folder / METRICS_FILE)  # whole or not at all: a run may be killed here, too
+    write_whole(folder / METRICS_FILE, "".join(kept))  # a run may be killed here, too
 
 
 class RowFile:

@@ -6,7 +6,7 @@ Unknown keys, wrong types and values out of bounds are refused with key, value a
 import difflib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -21,7 +21,9 @@ from dflash_ddp.redaction import redact
 
 Options = TypeVar("Options")
 
-# (key, test, rule in words); a value of None passes, its meaning is "chosen for you".
+Rule = tuple[Iterable[str], Callable[[Any], object], str]
+"""Keys, test, rule in words; a value of None passes, its meaning is "chosen for you"."""
+
 _AT_LEAST_ONE = (
     "epochs batches_per_step tokens_per_batch steps target.row_tokens drafter.num_layers "
     "drafter.num_anchors drafter.intermediate_size drafter.num_attention_heads "
@@ -42,20 +44,25 @@ _DECAYS = "optim.beta1 optim.beta2".split()
 
 def problems(config: Config) -> list[str]:
     """Every rule that the settings break, each with key, value and rule; empty if none."""
-    found = []
-    for keys, holds, rule in (
+    rules = (
         (_AT_LEAST_ONE, lambda v: v >= 1, "must be >= 1"),
         (_AT_LEAST_ZERO, lambda v: v >= 0, "must be >= 0"),
         (_POSITIVE, lambda v: v > 0 and math.isfinite(v), "must be > 0 and finite"),
         (["seed"], lambda v: v < 2**63, "must be below 2**63"),
         (_SHARES, lambda v: 0 <= v <= 1, "must lie in 0..1"),
         (_DECAYS, lambda v: 0 <= v < 1, "must be >= 0 and < 1"),
-    ):
-        for key in keys:
-            value = attrgetter(key)(config)
-            if value is not None and not holds(value):
-                found.append(f"{key}={value} {rule}")
+    )
+    found = list(broken_rules(config, rules))
     return found + _combination_problems(config) + _place_problems(config)
+
+
+def broken_rules(options: Any, rules: Iterable[Rule]) -> Iterator[str]:
+    """Key, value and rule where a rule does not hold; a value of None passes."""
+    for keys, holds, rule in rules:
+        for key in keys:
+            value = attrgetter(key)(options)
+            if value is not None and not holds(value):
+                yield f"{key}={value} {rule}"
 
 
 def _combination_problems(config: Config) -> list[str]:

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from dflash_ddp.control import Control
-from dflash_ddp.log import exit_on_error, logger
+from dflash_ddp.log import STOP_SIGNALS, exit_on_error, logger
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ONE_REQUEST_S = 1.0  # a launcher may pass on what a rank was sent itself: signals so near are one
 _TRAINING = "training has begun"
 

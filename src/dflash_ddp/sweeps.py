@@ -21,10 +21,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from dflash_ddp.log import STOP_SIGNALS
 from dflash_ddp.metrics_file import METRICS_FILE, read_rows
 
 JOBS_FILE = "jobs.jsonl"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 COLUMNS = (
     ("accept length", "heldout/accept_length", "{:.3f}"),
     ("walk on text", "heldout/walk_on_text", "{:.3f}"),

@@ -1,5 +1,6 @@
 """Options of benchmarks and of the plan: `key=value` words -> a checked dataclass, beside settings of training."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -8,7 +9,7 @@ from dflash_ddp.bench.stream import WARM_UP_ITEMS
 from dflash_ddp.bench.workloads import WORKLOADS
 from dflash_ddp.config import ConfigError
 from dflash_ddp.costs import GPUS
-from dflash_ddp.settings import Options, command_line
+from dflash_ddp.settings import Options, broken_rules, command_line
 
 
 def split_settings(schema: Any, words: list[str]) -> tuple[list[str], list[str]]:
@@ -30,7 +31,7 @@ def read_options(schema: type[Options], words: list[str]) -> Options:
         schema, [f"{k}{e}[{v}]" if k in lists else f"{k}{e}{v}" for k, e, v in parted]
     )
     workloads = dict.fromkeys([*WORKLOADS, getattr(schema(), "workload", "tiny")])
-    for keys, holds, rule in (
+    rules: Sequence[tuple[str, Callable[[Any], object], str]] = (
         ("repeats chunk_rows targets drafters gpus", lambda v: v >= 1, "must be >= 1"),
         ("target_ms drafter_ms slow_factor", lambda v: v > 0, "must be > 0"),
         ("mib", lambda v: v * 2**20 >= 1, "must be a byte or more"),
@@ -45,11 +46,10 @@ def read_options(schema: type[Options], words: list[str]) -> Options:
         ("ctas", lambda v: v and all(map(_is_ctas, v)), "must be whole numbers >= 1, or default"),
         ("workload", workloads.__contains__, f"must be one of {', '.join(workloads)}"),
         ("gpu", [*GPUS, "auto"].__contains__, f"must be one of {', '.join(GPUS)} or auto"),
-    ):
-        for key in keys.split():
-            value = getattr(options, key, None)
-            if value is not None and not holds(value):
-                raise ConfigError(f"{key}={value} {rule}")
+    )
+    own = [([k for k in keys.split() if hasattr(options, k)], ok, rule) for keys, ok, rule in rules]
+    for problem in broken_rules(options, own):
+        raise ConfigError(problem)
     return options
 
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
 from dflash_ddp.bench.workloads import WORKLOADS, Workload, target_config
 from dflash_ddp.config import Config
-from dflash_ddp.settings import parse
+from dflash_ddp.metrics_file import read_rows
+from dflash_ddp.settings import saved_settings
 
 DEMO = Path("demo")
 PARTS_TIMEOUT_S, RUN_TIMEOUT_S = 300, 540
@@ -137,9 +137,7 @@ def train(
     )
     if done.returncode:
         raise SystemExit(done.returncode)
-    config = parse(OmegaConf.load(run / "config.yaml"))  # type: ignore[arg-type]
-    with (run / "metrics.jsonl").open(encoding="utf-8") as lines:
-        return config, [json.loads(line) for line in lines]
+    return saved_settings(run), read_rows(run)
 
 
 def training_settings(folder: Path, work: Workload) -> list[str]:

@@ -214,8 +214,8 @@ def block_mask(
 ) -> BlockMask:
     """A BlockMask from `find_tiles` on the device: keys by query tile, and queries by key tile.
 
-    Also where the kernels' tiles are chosen: before attention is compiled, outside of compiled code.
-    The lists are made there: they are eight times as large as what they are made of.
+    The lists are made on the device: they are eight times as large as what they are made of. Every
+    mask for flex attention comes from here, so that the kernels' tiles are chosen before it compiles.
     """
     choose_tiles(kinds.device)
     partial, full = kinds == PARTIAL, kinds == WHOLE
