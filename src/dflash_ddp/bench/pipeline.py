@@ -110,18 +110,20 @@ def write_inputs(folder: Path, work: Workload) -> None:
     tokenizer = AutoTokenizer.from_pretrained(target)
     with (DEMO / "train.jsonl").open(encoding="utf-8") as lines:
         texts = [json.loads(line)["messages"] for line in lines]
-    with (folder / "text.jsonl").open("w", encoding="utf-8") as out:
-        answer, length = "", 0
-        for messages in texts:
-            answer += "\n".join(message["content"] for message in messages)
-            length = len(tokenizer(answer)["input_ids"]) if len(answer) > work.document else 0
-            if length > work.document:
-                turns = [
-                    {"role": "user", "content": "Go on."},
-                    {"role": "assistant", "content": answer},
-                ]
-                out.write(json.dumps({"messages": turns}) + "\n")
-                answer = ""
+    documents, answer, length = [], "", 0
+    for messages in texts:
+        answer += "\n".join(message["content"] for message in messages)
+        length = len(tokenizer(answer)["input_ids"]) if len(answer) > work.document else 0
+        if length > work.document:
+            turns = [
+                {"role": "user", "content": "Go on."},
+                {"role": "assistant", "content": answer},
+            ]
+            documents.append(json.dumps({"messages": turns}) + "\n")
+            answer = ""
+    per_batch = work.tokens // work.document  # batches are full, so that all take one time
+    whole = documents[: len(documents) // per_batch * per_batch]
+    (folder / "text.jsonl").write_text("".join(whole), encoding="utf-8")
 
 
 def train(

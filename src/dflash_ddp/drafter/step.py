@@ -56,14 +56,23 @@ def compile_step(model: Drafter) -> ChunkFunctions:
         RuntimeError: torch.compile is switched off.
     """
     require_compiler()
-    # Let the compiler recompute cheap elementwise results in backward: a fifth less memory for a
-    # hundredth more time (`python -m dflash_ddp.bench drafter`, H200).
-    functorch.activation_memory_budget = 0.95
+    recompute_cheap_results()
     model.compile_parts()
     return ChunkFunctions(
         torch.compile(chunk_loss, fullgraph=True, dynamic=False),
         torch.compile(logits_to_grad, fullgraph=True, dynamic=False),
     )
+
+
+def recompute_cheap_results() -> None:
+    """Let code compiled from now on make cheap elementwise results anew in backward.
+
+    A sixth less memory, for less time than can be measured (docs/performance.md). PyTorch's activation_memory_budget
+    below 1 does the same to large graphs, but estimates run times in small ones, and fails there at flex attention.
+    """
+    functorch.ban_recompute_used_far_apart = False
+    functorch.ban_recompute_long_fusible_chains = False
+    functorch.ban_recompute_materialized_backward = False
 
 
 def draft(model: nn.Module, tables: Tables, features_SC: Tensor, inputs: Inputs) -> Tensor:
