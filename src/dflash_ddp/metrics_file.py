@@ -5,6 +5,7 @@ What the keys of a row mean: `dflash_ddp.glossary`.
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,9 @@ def drop_rows_after(folder: Path, step: int) -> None:
 class RowFile:
     """A file of lines on a disk that may be full or gone: what fails is written with the next."""
 
-    def __init__(self, path: Path) -> None:
-        """Go on behind the lines that are there."""
-        self._path = path
+    def __init__(self, path: Path, make_folder: Callable[[], object]) -> None:
+        """Go on behind the lines that are there; `make_folder` makes the file's, should it be gone."""
+        self._path, self._make_folder = path, make_folder
         self._size = path.stat().st_size if path.is_file() else 0
         self._waiting: list[str] = []
 
@@ -55,7 +56,7 @@ class RowFile:
         """Add a line; a row that cannot be written now is a warning."""
         self._waiting.append(line + "\n")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._make_folder()
             with self._path.open("a", encoding="utf-8") as file:
                 if file.tell() > self._size:
                     file.truncate(self._size)  # a part of an earlier try

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from dflash_ddp import glossary
 from dflash_ddp.config import Config, Wandb
+from dflash_ddp.folder import OwnFolder
 from dflash_ddp.metrics_file import METRICS_FILE, RowFile, drop_rows_after
 from dflash_ddp.panel import Panel, Setup, derived
 from dflash_ddp.settings import resolved
@@ -23,13 +24,14 @@ logger = logging.getLogger(__name__)
 class RunLog:
     """The files and the wandb run of one training run."""
 
-    def __init__(self, folder: Path, config: Config, setup: Setup, *, first_step: int) -> None:
+    def __init__(self, own: OwnFolder, config: Config, setup: Setup, *, first_step: int) -> None:
         """Open `metrics.jsonl` at the step to go on from, wandb, and the panel."""
+        own.check()
         # An evaluation at the step of a checkpoint is not made again, but one before all steps is.
-        drop_rows_after(folder, first_step if first_step > 0 else -1)
-        self._file = RowFile(folder / METRICS_FILE)
+        drop_rows_after(own.path, first_step if first_step > 0 else -1)
+        self._file = RowFile(own.path / METRICS_FILE, own.keep)
         self._setup, self._panel = setup, Panel(setup)
-        self._wandb = start_wandb(folder, config)
+        self._wandb = start_wandb(own.path, config)
 
     def write(self, row: dict[str, Any]) -> None:
         """One row; absent and non-finite values are left out. A killed run keeps it."""
