@@ -3,8 +3,10 @@
 What the keys of a row mean: `dflash_ddp.glossary`.
 """
 
+import itertools
 import json
 import logging
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,25 @@ def drop_rows_after(folder: Path, step: int) -> None:
         return
     kept = [json.dumps(row) + "\n" for row in read_rows(folder) if row["step"] <= step]
     write_whole(folder / METRICS_FILE, "".join(kept))  # a run may be killed here, too
+
+
+def missing_steps(rows: list[dict[str, Any]], step: int, every: int) -> list[tuple[int, int]]:
+    """Steps up to `step` that no training row tells of, as (first, last).
+
+    Args:
+        rows: of the file.
+        step: optimizer steps that are complete.
+        every: steps of a row now. It may have been more when the file was written.
+    """
+    ends = sorted({row["step"] for row in rows if "train/loss" in row and row["step"] <= step})
+    if len(ends) > 1:
+        every = max(every, int(statistics.median(b - a for a, b in itertools.pairwise(ends))))
+    found = []
+    for before, after in itertools.pairwise([0, *ends, step + 1]):
+        due = (after - 1) // every * every  # the steps behind it are in the next row
+        if due > before:
+            found.append((before + 1, due))
+    return found
 
 
 class RowFile:
