@@ -12,7 +12,7 @@ import gc
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,29 +139,9 @@ def make_plan(
         target_s, drafter_s = facts.target_seconds(gpu), facts.drafter_seconds(gpu)
     else:
         target_s, drafter_s = measured
-    fixed = facts.fixed_share()
     target_parts, drafter_parts = facts.target_memory(), facts.drafter_memory()
-    both = facts.rank_memory("colocated")
-    sums = facts.rank_memory("target"), facts.rank_memory("drafter")
-    rows: list[dict[str, Any]] = []
-    for split in costs.split_rates(gpus, 1 / target_s, 1 / drafter_s):
-        needed = (both,) if split.colocated else sums
-        rows.append(
-            {
-                "split": split.name,
-                "targets": gpus if split.colocated else split.targets,
-                "drafters": split.drafters,
-                "tokens_per_s": round(split.rate),
-                "target_tokens_per_s": round(split.target_rate),
-                "drafter_tokens_per_s": round(split.drafter_rate),
-                "memory_gib": [round(n / GIB, 1) for n in needed],
-                "fits": None if gpu is None else all(costs.fits(n, gpu) for n in needed),
-                "allowed": batches_per_step is None or batches_per_step % split.drafters == 0,
-                "balancing_anchors": costs.balancing_anchors(
-                    split, config.drafter.num_anchors, fixed
-                ),
-            }
-        )
+    splits = costs.split_rates(gpus, 1 / target_s, 1 / drafter_s)
+    rows = _split_rows(facts, gpus, gpu, splits, batches_per_step)
     fitting = [row for row in rows if row["fits"] is not False]
     free, best = _fastest(fitting), _fastest([row for row in fitting if row["allowed"]])
     plan = {
@@ -180,6 +160,39 @@ def make_plan(
         "best": best["split"] if best else None,
     }
     return plan | {"recommendation": recommend(plan, best, free)}
+
+
+def _split_rows(
+    facts: Facts,
+    gpus: int,
+    gpu: Gpu | None,
+    splits: Iterable[costs.SplitRate],
+    batches_per_step: int | None,
+) -> list[dict[str, Any]]:
+    """The table: rates and memory of each split, and whether it fits and batches_per_step allows it."""
+    fixed = facts.fixed_share()
+    both = facts.rank_memory("colocated")
+    sums = facts.rank_memory("target"), facts.rank_memory("drafter")
+    rows: list[dict[str, Any]] = []
+    for split in splits:
+        needed = (both,) if split.colocated else sums
+        rows.append(
+            {
+                "split": split.name,
+                "targets": gpus if split.colocated else split.targets,
+                "drafters": split.drafters,
+                "tokens_per_s": round(split.rate),
+                "target_tokens_per_s": round(split.target_rate),
+                "drafter_tokens_per_s": round(split.drafter_rate),
+                "memory_gib": [round(n / GIB, 1) for n in needed],
+                "fits": None if gpu is None else all(costs.fits(n, gpu) for n in needed),
+                "allowed": batches_per_step is None or batches_per_step % split.drafters == 0,
+                "balancing_anchors": costs.balancing_anchors(
+                    split, facts.config.drafter.num_anchors, fixed
+                ),
+            }
+        )
+    return rows
 
 
 def _fastest(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
