@@ -101,6 +101,10 @@ def test_readme_and_files_state_the_same_defaults():
         ("data.path=s3://me:hunter2@bucket/x", ["data.path=s3://***@bucket/x", "credential"]),
         ("logging.project=hf_abcdefghijklmnopqrst", ["logging.project=***", "credential"]),
         ("target.path=???", ["target.path"]),
+        ("resume=", ["resume= must be auto, none or a checkpoint's folder"]),
+        ("resume=' '", ["resume=  must be auto, none or a checkpoint's folder"]),
+        ("drafter.init_from=", ["drafter.init_from= must not be empty"]),
+        ("data.cache_dir=", ["data.cache_dir= must not be empty"]),
     ],
 )
 def test_mistakes_are_refused_with_key_value_and_rule(override, words):

@@ -4,7 +4,13 @@ import json
 
 import pytest
 
-from dflash_ddp.metrics_file import METRICS_FILE, drop_rows_after, heldout_row, read_rows
+from dflash_ddp.metrics_file import (
+    METRICS_FILE,
+    drop_rows_after,
+    heldout_row,
+    missing_steps,
+    read_rows,
+)
 from dflash_ddp.report import read_run
 from dflash_ddp.sweeps import last_values
 
@@ -42,3 +48,27 @@ def test_no_file_has_no_rows_and_is_not_made(tmp_path):
     drop_rows_after(tmp_path, 3)
     assert read_rows(tmp_path) == []
     assert not (tmp_path / METRICS_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("ends", "step", "every", "missing"),
+    [
+        ([], 0, 1, []),
+        ([], 9, 10, []),  # the first row was not due yet
+        ([], 10, 10, [(1, 10)]),
+        ([], 57, 10, [(1, 50)]),
+        ([10, 20, 30], 39, 10, []),
+        ([10, 20, 30], 40, 10, [(31, 40)]),
+        ([30, 40], 40, 10, [(1, 20)]),
+        ([10, 20, 50, 60], 60, 10, [(21, 40)]),
+        ([10, 20, 25, 30, 40], 45, 10, []),  # an evaluation brings a row of its own
+        ([10, 20, 30, 40], 45, 1, []),  # rows were rarer then
+        ([1, 2, 3, 4, 9, 10], 10, 1, [(5, 8)]),
+        ([1, 2, 3, 10, 20], 29, 10, []),  # and here more frequent
+        ([10, 20, 30], 20, 10, []),
+    ],
+)
+def test_steps_without_a_row_are_known(ends, step, every, missing):
+    rows = [{"step": end, "train/loss": 1.0} for end in ends]
+    rows += [{"step": 5, "heldout/documents": 5}]  # tells of no training
+    assert missing_steps(rows, step, every) == missing

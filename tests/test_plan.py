@@ -1,6 +1,7 @@
 """The plan: operations against PyTorch's own count, rates and memory against measurements, ranking against others."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -209,6 +210,35 @@ def test_a_few_real_steps_of_the_real_drafter_replace_the_prediction(tmp_path, m
     assert "measured" in found["recommendation"]
 
 
+@pytest.mark.parametrize("batches", [None, 1, 7, 8, 12])
+def test_the_split_that_is_recommended_is_one_that_training_takes(
+    large, monkeypatch, capsys, batches
+):
+    """Of a fixed batches_per_step it is the fastest that divides it; a faster one is named with what it needs."""
+    settings = [f"target.path={large['8b']}", "experiment=qwen3_8b", "drafter.num_anchors=4096"]
+    settings += [] if batches is None else [f"batches_per_step={batches}"]
+    text = run_main(monkeypatch, capsys, *settings, "gpus=8", "gpu=h200")
+    found = json.loads(run_main(monkeypatch, capsys, *settings, "gpus=8", "gpu=h200", "json=true"))
+    allowed = {row["split"] for row in found["splits"] if row["allowed"]}
+    assert len(allowed) == {None: 8, 1: 1, 7: 2, 8: 4, 12: 5}[batches]
+    assert found["best"] in allowed
+    for split in ("1t7d", "colocated"):
+        assert (f"{split}* " in text) == (split not in allowed)
+    assert ("* not with batches_per_step=" in text) == (len(allowed) < 8)
+    taken = re.match(r"Take (split.targets=\d split.drafters=\d): ", found["recommendation"])[1]
+    load_config([*settings, *taken.split()])  # training would refuse any other
+    rates = {row["split"]: row["tokens_per_s"] for row in found["splits"]}
+    del rates["colocated"]
+    assert rates[found["best"]] == max(rates[split] for split in allowed - {"colocated"})
+    better = max(rates, key=rates.get)
+    named = (
+        f"split.drafters={better[2]} reaches {rates[better]:,}, if batches_per_step={batches} may"
+    )
+    assert (named in text) == (better != found["best"])
+    needs = "if batches_per_step may be a multiple of 8"
+    assert (needs in text) == (batches != 8)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -219,6 +249,8 @@ def test_a_few_real_steps_of_the_real_drafter_replace_the_prediction(tmp_path, m
         (["gpu=h200", "optim.lrr=1"], "lrr"),
         (["gpu=h200", "target.path=nowhere/target"], "target.path='nowhere/target'"),
         (["gpu=h200", "steps=0"], "steps=0 must be >= 1"),
+        (["gpu=h200", "batches_per_step=0"], "batches_per_step=0 must be >= 1"),
+        (["gpu=h200", "batches_per_step=x"], "batches_per_step"),
     ],
 )
 def test_what_cannot_be_planned_is_named(monkeypatch, capsys, words, expected):

@@ -33,13 +33,15 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from dflash_ddp.config import ConfigError
 from dflash_ddp.failures import write_failure
 from dflash_ddp.peers import Peers
 from dflash_ddp.world import JobStore, Launch, Topology
+
+if TYPE_CHECKING:  # it knows checkpoints, and they the drafter
+    from dflash_ddp.folder import OwnFolder
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +110,7 @@ class Control:
         self._before_exit: list[Callable[[], object]] = []
         self._causes: list[str] = []  # found by this rank, whether first or not
         self._phase = "start"
-        self.failure_folder: Path | None = None
+        self.own_folder: OwnFolder | None = None
         """Where failure.json goes; None until the run has claimed its folder."""
         self._restart = launch.restart_count
         self._rounds = 0  # of the watcher
@@ -180,10 +182,12 @@ class Control:
             for own in self._causes:
                 if not first.startswith(own):
                     logger.critical("at the same time here: %s", own)
-            if self.failure_folder is not None and any(map(first.startswith, self._causes)):
+            if self.own_folder is not None and any(map(first.startswith, self._causes)):
                 logger.critical("the others then: %s", self.phases())
                 phases = {self.topology.describe(self.rank): self._phase} | self._peers.phases()
-                write_failure(self.failure_folder, first, phases=phases, restart=self._restart)
+                if not self.own_folder.is_lost():
+                    folder = self.own_folder.path
+                    write_failure(folder, first, phases=phases, restart=self._restart)
             flush = threading.Thread(target=lambda: [f() for f in self._before_exit], daemon=True)
             flush.start()
             flush.join(3.0)

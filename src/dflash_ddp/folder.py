@@ -7,6 +7,8 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from dflash_ddp.redaction import redact
 from dflash_ddp.settings import resolved
 
 logger = logging.getLogger(__name__)
+
+_ENVIRONMENT_FILE = "env.json"
 
 
 def check_links(folder: Path) -> None:
@@ -57,10 +61,74 @@ def hold_folder(folder: Path) -> None:
         logger.warning("%s cannot be locked (%s): start no second run in it", folder, error)
 
 
+class FolderLostError(RuntimeError):
+    """The run's folder was removed while it worked, and another run has begun in one of that name."""
+
+
+class OwnFolder:
+    """The run's folder as this process found it, since its name may come to mean another run's.
+
+    `hold_folder` locks a folder, not a name: whoever removes the folder removes the lock with it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Remember the folder; rank 0 has claimed it. Nodes that do not share it have none yet."""
+        self.path = path
+        self._own: os.stat_result | None = None
+        self._making = threading.Lock()  # rows and checkpoints are written by two threads
+        with suppress(OSError):
+            self._remember()
+
+    def _remember(self) -> None:
+        # It stays open: as long as it does, no other folder is given its inode.
+        self._own = os.fstat(os.open(self.path, os.O_RDONLY))
+
+    def _is_own(self, found: os.stat_result) -> bool:
+        return self._own is not None and os.path.samestat(self._own, found)
+
+    def is_lost(self) -> bool:
+        """Whether another run has claimed a folder in its place; none there, or nobody's, is not that."""
+        try:
+            return not self._is_own(self.path.stat()) and (self.path / _ENVIRONMENT_FILE).exists()
+        except OSError:
+            return False
+
+    def check(self) -> None:
+        """Before a write: FolderLostError if it would go into another run's folder."""
+        if self.is_lost():
+            raise self._lost()
+
+    def keep(self) -> None:
+        """Before whoever logs or saves writes: if the folder is gone, make it anew and lock that one.
+
+        Raises:
+            OSError: it cannot be made now.
+            FolderLostError: another run has it.
+        """
+        with self._making:
+            self.check()
+            if self._own is not None and not self.path.exists():
+                logger.warning("%s is gone: it is made anew, without what was in it", self.path)
+            self.path.mkdir(parents=True, exist_ok=True)
+            if self._is_own(self.path.stat()):
+                return
+            try:
+                hold_folder(self.path)
+            except ConfigError:  # another run is about to claim it
+                raise self._lost() from None
+            self._remember()
+
+    def _lost(self) -> FolderLostError:
+        return FolderLostError(
+            f"{self.path} was removed while this run worked, and another run has begun in a folder "
+            "of that name: this one ends and leaves it alone; give each run a name of its own"
+        )
+
+
 def claimed_by(config: Config) -> str | None:
     """The launch that wrote into the run's folder last; None if nobody did."""
     try:
-        return json.loads((Path(config.output_dir) / "env.json").read_bytes()).get("launch")
+        return json.loads((Path(config.output_dir) / _ENVIRONMENT_FILE).read_bytes()).get("launch")
     except (OSError, ValueError):  # none, or one that a full disk or a crash has cut
         return None
 
@@ -100,4 +168,4 @@ def claim_folder(config: Config, data_report: dict[str, Any], launch: str) -> No
     argv = [redact(word) for word in sys.argv]
     environment: dict[str, Any] = {"launch": launch, "argv": argv, "python": sys.version}
     environment |= {"torch": torch.__version__, "gpu": gpu}
-    write_whole(folder / "env.json", json.dumps(environment, indent=2) + "\n")
+    write_whole(folder / _ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")

@@ -3,8 +3,11 @@
 What the keys of a row mean: `dflash_ddp.glossary`.
 """
 
+import itertools
 import json
 import logging
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +45,31 @@ def drop_rows_after(folder: Path, step: int) -> None:
     write_whole(folder / METRICS_FILE, "".join(kept))  # a run may be killed here, too
 
 
+def missing_steps(rows: list[dict[str, Any]], step: int, every: int) -> list[tuple[int, int]]:
+    """Steps up to `step` that no training row tells of, as (first, last).
+
+    Args:
+        rows: of the file.
+        step: optimizer steps that are complete.
+        every: steps of a row now. It may have been more when the file was written.
+    """
+    ends = sorted({row["step"] for row in rows if "train/loss" in row and row["step"] <= step})
+    if len(ends) > 1:
+        every = max(every, int(statistics.median(b - a for a, b in itertools.pairwise(ends))))
+    found = []
+    for before, after in itertools.pairwise([0, *ends, step + 1]):
+        due = (after - 1) // every * every  # the steps behind it are in the next row
+        if due > before:
+            found.append((before + 1, due))
+    return found
+
+
 class RowFile:
     """A file of lines on a disk that may be full or gone: what fails is written with the next."""
 
-    def __init__(self, path: Path) -> None:
-        """Go on behind the lines that are there."""
-        self._path = path
+    def __init__(self, path: Path, make_folder: Callable[[], object]) -> None:
+        """Go on behind the lines that are there; `make_folder` makes the file's, should it be gone."""
+        self._path, self._make_folder = path, make_folder
         self._size = path.stat().st_size if path.is_file() else 0
         self._waiting: list[str] = []
 
@@ -55,7 +77,7 @@ class RowFile:
         """Add a line; a row that cannot be written now is a warning."""
         self._waiting.append(line + "\n")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._make_folder()
             with self._path.open("a", encoding="utf-8") as file:
                 if file.tell() > self._size:
                     file.truncate(self._size)  # a part of an earlier try

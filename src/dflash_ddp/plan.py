@@ -12,13 +12,14 @@ import gc
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_ddp import costs
@@ -116,7 +117,12 @@ def _median_ms(step: Callable[[], object], device: torch.device) -> float:
 
 
 def make_plan(
-    facts: Facts, gpus: int, gpu: Gpu | None, measured: tuple[float, float] | None
+    facts: Facts,
+    gpus: int,
+    gpu: Gpu | None,
+    measured: tuple[float, float] | None,
+    *,
+    batches_per_step: int | None = None,
 ) -> dict[str, Any]:
     """Everything that is printed, as plain values. Without `gpu`, memory is not judged.
 
@@ -125,6 +131,7 @@ def make_plan(
         gpus: ranks in all.
         gpu: what they are; needed unless measured.
         measured: seconds a token of one rank of each role.
+        batches_per_step: if it is given and does not follow the split.
     """
     config = facts.config
     if measured is None:
@@ -132,12 +139,42 @@ def make_plan(
         target_s, drafter_s = facts.target_seconds(gpu), facts.drafter_seconds(gpu)
     else:
         target_s, drafter_s = measured
-    fixed = facts.fixed_share()
     target_parts, drafter_parts = facts.target_memory(), facts.drafter_memory()
+    splits = costs.split_rates(gpus, 1 / target_s, 1 / drafter_s)
+    rows = _split_rows(facts, gpus, gpu, splits, batches_per_step)
+    fitting = [row for row in rows if row["fits"] is not False]
+    free, best = _fastest(fitting), _fastest([row for row in fitting if row["allowed"]])
+    plan = {
+        "gpu": gpu.name if gpu else None,
+        "gpus": gpus,
+        "measured": measured is not None,
+        "target_gflop_per_token": facts.target_flops() / 1e9,
+        "drafter_gflop_per_token": facts.drafter_flops() / config.tokens_per_batch / 1e9,
+        "feature_bytes_per_token": costs.feature_bytes(facts.shape),
+        "drafter_parameters": costs.drafter_parameters(facts.shape),
+        "target_memory_gib": {k: round(n / GIB, 2) for k, n in target_parts.items()},
+        "drafter_memory_gib": {k: round(n / GIB, 2) for k, n in drafter_parts.items()},
+        "batches_per_step": batches_per_step,
+        "num_anchors": config.drafter.num_anchors,
+        "splits": rows,
+        "best": best["split"] if best else None,
+    }
+    return plan | {"recommendation": recommend(plan, best, free)}
+
+
+def _split_rows(
+    facts: Facts,
+    gpus: int,
+    gpu: Gpu | None,
+    splits: Iterable[costs.SplitRate],
+    batches_per_step: int | None,
+) -> list[dict[str, Any]]:
+    """The table: rates and memory of each split, and whether it fits and batches_per_step allows it."""
+    fixed = facts.fixed_share()
     both = facts.rank_memory("colocated")
     sums = facts.rank_memory("target"), facts.rank_memory("drafter")
     rows: list[dict[str, Any]] = []
-    for split in costs.split_rates(gpus, 1 / target_s, 1 / drafter_s):
+    for split in splits:
         needed = (both,) if split.colocated else sums
         rows.append(
             {
@@ -149,33 +186,25 @@ def make_plan(
                 "drafter_tokens_per_s": round(split.drafter_rate),
                 "memory_gib": [round(n / GIB, 1) for n in needed],
                 "fits": None if gpu is None else all(costs.fits(n, gpu) for n in needed),
+                "allowed": batches_per_step is None or batches_per_step % split.drafters == 0,
                 "balancing_anchors": costs.balancing_anchors(
-                    split, config.drafter.num_anchors, fixed
+                    split, facts.config.drafter.num_anchors, fixed
                 ),
             }
         )
-    fitting = [row for row in rows if row["fits"] is not False]
-    apart = [row for row in fitting if row["split"] != "colocated"]
-    best = max(apart or fitting, key=lambda row: row["tokens_per_s"], default=None)
-    plan = {
-        "gpu": gpu.name if gpu else None,
-        "gpus": gpus,
-        "measured": measured is not None,
-        "target_gflop_per_token": facts.target_flops() / 1e9,
-        "drafter_gflop_per_token": facts.drafter_flops() / config.tokens_per_batch / 1e9,
-        "feature_bytes_per_token": costs.feature_bytes(facts.shape),
-        "drafter_parameters": costs.drafter_parameters(facts.shape),
-        "target_memory_gib": {k: round(n / GIB, 2) for k, n in target_parts.items()},
-        "drafter_memory_gib": {k: round(n / GIB, 2) for k, n in drafter_parts.items()},
-        "num_anchors": config.drafter.num_anchors,
-        "splits": rows,
-        "best": best["split"] if best else None,
-    }
-    return plan | {"recommendation": recommend(plan, best)}
+    return rows
 
 
-def recommend(plan: dict[str, Any], best: dict[str, Any] | None) -> str:
-    """One sentence."""
+def _fastest(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The fastest split; colocated only if there is no other."""
+    apart = [row for row in rows if row["split"] != "colocated"]
+    return max(apart or rows, key=lambda row: row["tokens_per_s"], default=None)
+
+
+def recommend(
+    plan: dict[str, Any], best: dict[str, Any] | None, free: dict[str, Any] | None
+) -> str:
+    """One sentence: the split to take, and `free`, were batches_per_step free, if that is another."""
     if best is None:
         return (
             f"No split fits {plan['gpu']}: lower tokens_per_batch, drafter.num_anchors or "
@@ -195,11 +224,16 @@ def recommend(plan: dict[str, Any], best: dict[str, Any] | None) -> str:
         f"{best['tokens_per_s']:,} tokens/s {how}; the {slower} set the pace, the others wait "
         f"{idle:.0%} of the time{balance}"
     )
-    if together["fits"] is not False and together["tokens_per_s"] > best["tokens_per_s"]:
+    if free is not None and free is not best:
         sentence += (
-            f"; {named} leaves nobody waiting, {together['tokens_per_s']:,}, if batches_per_step may "
-            f"be a multiple of {plan['gpus']}"
+            f"; split.targets={free['targets']} split.drafters={free['drafters']} reaches "
+            f"{free['tokens_per_s']:,}, if batches_per_step={plan['batches_per_step']} may become a "
+            f"multiple of {free['drafters']}"
         )
+    if together["fits"] is not False and together["tokens_per_s"] > best["tokens_per_s"]:
+        sentence += f"; {named} leaves nobody waiting, {together['tokens_per_s']:,}"
+        if plan["batches_per_step"] is None or not together["allowed"]:
+            sentence += f", if batches_per_step may be a multiple of {plan['gpus']}"
     return sentence + "."
 
 
@@ -220,12 +254,16 @@ def table(plan: dict[str, Any]) -> str:
         cells = (row["target_tokens_per_s"], row["drafter_tokens_per_s"], row["tokens_per_s"])
         lines.append(
             form.format(
-                row["split"],
+                row["split"] + ("" if row["allowed"] else "*"),
                 *(f"{n:,}" for n in cells),
                 " | ".join(f"{gib:.1f}" for gib in row["memory_gib"]),
                 {True: "yes", False: "no", None: "?"}[row["fits"]],
                 f"{row['balancing_anchors']:,}" if row["balancing_anchors"] else "-",
             )
+        )
+    if not all(row["allowed"] for row in plan["splits"]):
+        lines.append(
+            f"* not with batches_per_step={plan['batches_per_step']}: no multiple of drafters"
         )
     note = "tokens of training text a second; balance: drafter.num_anchors at which no role waits"
     return "\n".join([*lines, note])
@@ -237,13 +275,33 @@ def load_config(overrides: list[str]) -> Config:
     Raises:
         ConfigError: one of them cannot work.
     """
+    return parse(_compose(overrides))
+
+
+def _compose(overrides: list[str]) -> DictConfig:
     if wrong := override_problems(overrides):
         raise ConfigError("\n".join(wrong))
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            return parse(compose("train", overrides))
+            return compose("train", overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(str(error)) from error
+
+
+def read_settings(overrides: list[str]) -> tuple[Config, int | None]:
+    """The settings, and batches_per_step if they fix it: by default it follows the split.
+
+    Raises:
+        ConfigError: one of them cannot work.
+    """
+    tree = _compose(overrides)
+    batches = None
+    if not OmegaConf.is_interpolation(tree, "batches_per_step"):
+        batches = OmegaConf.select(tree, "batches_per_step")
+        if isinstance(batches, int) and batches >= 1:
+            # The split is still to be chosen: it need not go with the one that they happen to name.
+            tree.batches_per_step = "${split.drafters}"
+    return parse(tree), batches
 
 
 def choose_gpu(name: str) -> Gpu | None:
@@ -258,7 +316,7 @@ def main() -> None:
     own, settings = split_settings(PlanOptions, sys.argv[1:])
     try:
         options = read_options(PlanOptions, own)
-        config = load_config(settings)
+        config, batches = read_settings(settings)
         gpu = choose_gpu(options.gpu)
         if gpu is None and not options.measure:
             raise ConfigError(
@@ -266,7 +324,8 @@ def main() -> None:
             )
         facts = read_facts(config)
         measured = measure(facts) if options.measure else None
-        plan = make_plan(facts, options.gpus or config.world_size, gpu, measured)
+        gpus = options.gpus or config.world_size
+        plan = make_plan(facts, gpus, gpu, measured, batches_per_step=batches)
     except ValueError as error:
         tell(error)
         raise SystemExit(USER_ERROR) from None

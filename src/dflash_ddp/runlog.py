@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 
 from dflash_ddp import glossary
 from dflash_ddp.config import Config, Wandb
-from dflash_ddp.metrics_file import METRICS_FILE, RowFile, drop_rows_after
+from dflash_ddp.folder import OwnFolder
+from dflash_ddp.metrics_file import (
+    METRICS_FILE,
+    RowFile,
+    drop_rows_after,
+    missing_steps,
+    read_rows,
+)
 from dflash_ddp.panel import Panel, Setup, derived
 from dflash_ddp.settings import resolved
 
@@ -23,13 +30,16 @@ logger = logging.getLogger(__name__)
 class RunLog:
     """The files and the wandb run of one training run."""
 
-    def __init__(self, folder: Path, config: Config, setup: Setup, *, first_step: int) -> None:
+    def __init__(self, own: OwnFolder, config: Config, setup: Setup, *, first_step: int) -> None:
         """Open `metrics.jsonl` at the step to go on from, wandb, and the panel."""
+        own.check()
         # An evaluation at the step of a checkpoint is not made again, but one before all steps is.
-        drop_rows_after(folder, first_step if first_step > 0 else -1)
-        self._file = RowFile(folder / METRICS_FILE)
+        drop_rows_after(own.path, first_step if first_step > 0 else -1)
+        if first_step > 0:
+            tell_missing(own.path, first_step, config.logging.every)
+        self._file = RowFile(own.path / METRICS_FILE, own.keep)
         self._setup, self._panel = setup, Panel(setup)
-        self._wandb = start_wandb(folder, config)
+        self._wandb = start_wandb(own.path, config)
 
     def write(self, row: dict[str, Any]) -> None:
         """One row; absent and non-finite values are left out. A killed run keeps it."""
@@ -55,6 +65,17 @@ class RunLog:
         except (wandb.errors.Error, OSError, RuntimeError) as error:
             self._wandb = None
             logger.warning("wandb has failed, metrics.jsonl goes on: %s", error)
+
+
+def tell_missing(folder: Path, step: int, every: int) -> None:
+    """At a resume: which steps metrics.jsonl does not tell of, as after someone deleted it; one line."""
+    if gaps := missing_steps(read_rows(folder), step, every):
+        shown = [f"{first}-{last}" if first < last else f"{last}" for first, last in gaps[:5]]
+        logger.warning(
+            "%s has no row of steps %s, which are not trained again: curves have a gap there",
+            folder / METRICS_FILE,
+            ", ".join(shown) + ("" if len(gaps) <= 5 else f" and {len(gaps) - 5} more gaps"),
+        )
 
 
 def start_wandb(folder: Path, config: Config) -> Any:

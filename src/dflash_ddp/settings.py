@@ -40,6 +40,7 @@ _POSITIVE = (
 ).split()
 _SHARES = "data.max_bad_share optim.warmup_share optim.min_lr_share loss.dpace_alpha".split()
 _DECAYS = "optim.beta1 optim.beta2".split()
+_FOLDERS = "data.cache_dir drafter.init_from".split()
 
 
 def problems(config: Config) -> list[str]:
@@ -51,6 +52,8 @@ def problems(config: Config) -> list[str]:
         (["seed"], lambda v: v < 2**63, "must be below 2**63"),
         (_SHARES, lambda v: 0 <= v <= 1, "must lie in 0..1"),
         (_DECAYS, lambda v: 0 <= v < 1, "must be >= 0 and < 1"),
+        (["resume"], str.strip, "must be auto, none or a checkpoint's folder"),
+        (_FOLDERS, str.strip, "must not be empty, which would mean the working directory"),
     )
     found = list(broken_rules(config, rules))
     return found + _combination_problems(config) + _place_problems(config)

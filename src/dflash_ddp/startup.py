@@ -23,7 +23,7 @@ from dflash_ddp.data.packing import Packing, packed_batch
 from dflash_ddp.data.store import DocumentStore
 from dflash_ddp.drafter.blocks import decay_gamma
 from dflash_ddp.drafter.model import DrafterShape
-from dflash_ddp.folder import claim_folder, claimed_by
+from dflash_ddp.folder import OwnFolder, claim_folder, claimed_by
 from dflash_ddp.native import drafter_shape
 from dflash_ddp.preflight import (
     Preflight,
@@ -71,6 +71,11 @@ class Run:
     def folder(self) -> Path:
         """Everything the run writes."""
         return Path(self.config.output_dir)
+
+    @cached_property
+    def own_folder(self) -> OwnFolder:
+        """The same, as rank 0 has claimed it."""
+        return OwnFolder(self.folder)
 
     @cached_property
     def shape(self) -> DrafterShape:
@@ -215,6 +220,9 @@ def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
         _check_run(run)
         report = data_report(text, heldout, max_documents=config.eval.max_documents)
         claim_folder(config, report, launch.run_id)
+        control.publish("folder")
+    control.wait_for("folder", "rank 0 to claim the run's folder")
+    control.own_folder = run.own_folder
     return run
 
 

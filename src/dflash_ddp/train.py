@@ -191,7 +191,6 @@ def run_rank(config: Config) -> None:
             choose_gpu(config, launch)
         device = device_type(config.device)
         run = prepare_run(config, launch, control)
-        control.failure_folder = run.folder
         listen(control)
         control.phase("connect")
         world = init_world(

@@ -48,12 +48,31 @@ def test_cut_again_and_again_it_is_the_same_run(material, whole, drafters):
         split = [f"split.targets={targets}", f"split.drafters={drafters}"]
         outcomes = train(targets + drafters, material.overrides(copy.name, *RUN, *split))
         assert any("going on from" in o.output for o in outcomes), report(outcomes)
+        assert "has no row" not in report(outcomes)
         assert rows(copy) == rows(whole[drafters])
         assert_equal_state(state(copy, 12), state(whole[drafters], 12))
         if after is not None:
             cut(copy, after, copy)
     exports = [(run / "export" / "model.safetensors").read_bytes() for run in (copy, whole[drafters])]
     assert exports[0] == exports[1]
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"), [((), "1-8"), ((8,), "1-4"), ((4, 5), "6-8")], ids=["none", "last", "first"]
+)
+def test_rows_that_somebody_deleted_are_missed_in_one_line(material, whole, kept, said):
+    """Rows end at steps 4, 5 (before an evaluation), 8, 10 (the same) and 12."""
+    copy = material.output(f"rows {said}")
+    cut(whole[1], 9, copy)
+    file = copy / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if json.loads(line)["step"] in kept))
+    if not kept:
+        file.unlink()
+    outcomes = train(2, material.overrides(copy.name, *RUN, *ONE))
+    text = f"{file} has no row of steps {said}, which are not trained again"
+    assert report(outcomes).count(text) == 1, report(outcomes)
+    assert report(outcomes).count("has no row") == 1
 
 
 def test_another_number_of_drafters_is_refused_or_goes_on_with_the_same_packs(material, whole):

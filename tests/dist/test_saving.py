@@ -78,6 +78,7 @@ def test_training_goes_on_without_a_disk_and_saves_when_it_is_back(material, kin
     text = outcomes[DRAFTER].output
     if kind == "folder gone":
         assert saved_steps(output) == [4, 6, 8], report(outcomes)
+        assert f"{output} is gone: it is made anew" in text
     else:
         assert saved_steps(output) == ([2, 8] if kind == "full" else [8]), report(outcomes)
         for step in (4, 6):

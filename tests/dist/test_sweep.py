@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from material import Material
+from omegaconf import OmegaConf
 from runs import all_rows, rows, run, running
 
 from dflash_ddp import sweeps
@@ -68,8 +69,9 @@ def test_a_dry_run_checks_every_job(material):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_sweep_that_is_told_to_end_ends_its_job_and_starts_no_other(material, number):
+    """It says what came of the jobs so far, and which were not started."""
     name = f"told to end by {number.name}"
-    words = words_of(material, name, "seed=1,2", "steps=20000")
+    words = words_of(material, name, "seed=-1,1,2,3", "steps=20000")
     metrics = material.output(name) / "seed=1" / "metrics.jsonl"
     with running(None, words) as command:
         command.wait_until(lambda: metrics.is_file() and "train/loss" in metrics.read_text(), 90)
@@ -80,6 +82,27 @@ def test_a_sweep_that_is_told_to_end_ends_its_job_and_starts_no_other(material, 
     assert ended.code == 128 + number
     assert list((metrics.parent / "checkpoints").iterdir())
     assert not (material.output(name) / "seed=2").exists()
+    assert [job["code"] for job in jobs(material.output(name))] == [2, 128 + number]
+    text = ended.output[ended.output.index("accept length") :]
+    table = [line.rstrip() for line in text.splitlines()]
+    (stopped,) = (line for line in table if line.startswith("seed=1 "))
+    assert re.search(rf" [\d.]+ .* stopped by {number.name}$", stopped)
+    assert [line.endswith("failed, code 2") for line in table if line.startswith("seed=-1")] == [True]
+    assert table[-1] == "not started: seed=2; seed=3"
+
+
+def test_jobs_are_known_by_name_before_the_first_one_starts(monkeypatch):
+    def planned(params: dict, *task: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["train", "--multirun", *task])
+        hydra = {"sweeper": {"params": params}, "overrides": {"task": list(task)}}
+        return sweeps.planned_jobs(OmegaConf.create({"hydra": hydra}))
+
+    assert planned(None, "steps=2", "seed=1,2") == ["seed=1", "seed=2"]
+    both = planned({"split": "7t1d,6t2d"}, "optim.lr=1e-3,2e-3", "name=x")
+    assert both == [f"split={s},optim.lr={lr}" for s in ("7t1d", "6t2d") for lr in ("0.001", "0.002")]
+    assert planned(None, "split=glob(*)") == []  # Hydra's own to know
+    optuna = OmegaConf.create({"hydra": {"sweeper": {"n_trials": 2}}})
+    assert sweeps.planned_jobs(optuna) == ["trial 1", "trial 2"]
 
 
 def test_optuna_searches_for_the_highest_accept_length(material):

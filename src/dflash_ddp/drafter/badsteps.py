@@ -107,6 +107,7 @@ class BadSteps:
         ]
         folder = self._run.folder / "bad_steps"
         record = {"step": flying.step, "grad_norm": str(grad_norm), "batches": held}
+        self._run.own_folder.check()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file = folder / f"step_{flying.step:08d}_rank_{self._rank}.json"

@@ -130,12 +130,14 @@ class Saver:
 
         Raises:
             RuntimeError: training does not go on.
+            FolderLostError: the run's folder is another run's.
         """
         run = self._run
         pauses = [*(LAST_TRIES_S if last else ()), None]
         while pauses:
             pause = pauses.pop(0)
             try:
+                run.own_folder.keep()
                 return write_checkpoint(
                     self._checkpoints,
                     self._copy.tensors,
@@ -189,6 +191,7 @@ class Saver:
             best: the step wanted; None: the last.
         """
         self.wait()
+        self._run.own_folder.check()
         export = self._run.folder / "export"
         exported = next(
             (s for s in (best, step) if s and step_folder(self._checkpoints, s).is_dir()), None

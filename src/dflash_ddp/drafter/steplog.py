@@ -4,6 +4,7 @@
 what has arrived into ratios. All drafter ranks take part in `measure`; the first of them owns the files.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -73,7 +74,9 @@ class StepLog:
         self._sums = empty_sums(block_size, world.device)
         self._step_sums = torch.zeros_like(self._sums)  # of the step that is being made
         self._grad_norm: Tensor | None = None
-        self._waits_before = self._waits()
+        self._waits_before, _ = self._waits()
+        # Of each wait that goes on when a pause ends: seconds of the pause, and what was said then.
+        self._reaching, self._said = np.zeros_like(self._waits_before), self._waits_before
         self._last_end = mark(world)
         self._pauses: list[tuple[Mark, Mark]] = []
         self._pending: Pending | None = None
@@ -104,19 +107,21 @@ class StepLog:
         self._step_sums = torch.zeros_like(self._sums)
         self._grad_norm = grad_norm
         self.num_steps += 1
+        if self._reaching.any():  # soon, so that it is not added to waits after it
+            self._settled_waits()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What happens inside counts neither as time of steps nor as waiting in them.
-
-        A target rank says what it has waited when it goes on: its last wait in here comes too late.
-        """
+        """What happens inside counts neither as time of steps nor as waiting in them."""
         begin = mark(self._world)
         if isinstance(begin, torch.cuda.Event):
             begin.synchronize()  # so that waits of the steps before are known; a pause waits anyway
-        waits = self._waits()
+        waits, start = self._settled_waits(), time.monotonic()
         yield
-        self._waits_before += self._waits() - waits
+        self._said, waiting = self._waits()
+        self._waits_before = self._waits_before + self._said - waits
+        before = np.where(self._said > waits, 0.0, self._reaching)  # a pause may follow a pause
+        self._reaching = np.where(waiting, before + time.monotonic() - start, 0.0)
         self._pauses.append((begin, mark(self._world)))
 
     def measure(self, step: int, *, lr: float, slots_full: int) -> None:
@@ -129,8 +134,9 @@ class StepLog:
         """
         assert self._grad_norm is not None
         device = self._world.device
-        waits = self._waits()
-        drafter_wait, target_wait = (waits - self._waits_before).tolist()
+        waits = self._settled_waits()
+        drafter_wait, *target_waits = (waits - self._waits_before).tolist()
+        target_wait = sum(target_waits) / max(1, len(target_waits))
         self._waits_before = waits
         # Filled in on the device: a copy from pageable memory would wait for all that is queued.
         values = torch.cat([self._sums, self._sums.new_full((1,), drafter_wait)])
@@ -191,16 +197,27 @@ class StepLog:
             row = {"step": step, "tokens": self.tokens}
             self._log.write(row | tally.metrics(generated=generated))
 
-    def _waits(self) -> np.ndarray:
-        """Seconds waited since the run began: by this rank for features, by target ranks for a slot.
+    def _settled_waits(self) -> np.ndarray:
+        """Seconds waited by now. Where a wait reached out of a pause, the pause's part is taken out.
 
-        The second is their mean, as far as they have said it; only the rank that logs asks them.
+        A target rank says what it has waited when it goes on, so that is known only now.
         """
-        topology = self._world.topology
-        if self._log is None or topology.colocated:
-            return np.array([self._wait_s(), 0.0])
-        said = [float(self._control.said(f"wait/{r}") or 0.0) for r in topology.target_ranks]
-        return np.array([self._wait_s(), np.mean(said)])
+        waits, _ = self._waits()
+        inside = np.minimum(waits - self._said, self._reaching)
+        self._waits_before = self._waits_before + inside
+        self._reaching = np.where(waits > self._said, 0.0, self._reaching)
+        return waits
+
+    def _waits(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds waited since the run began, and who is waiting: this rank for features, target ranks for slots.
+
+        As far as they have said it; only the rank that logs asks them.
+        """
+        topology, said = self._world.topology, [f"{self._wait_s()}"]
+        if self._log is not None and not topology.colocated:
+            said += [self._control.said(f"wait/{r}") or "0" for r in topology.target_ranks]
+        seconds, _, waiting = zip(*(text.partition(" ") for text in said), strict=True)
+        return np.array(seconds, dtype=float), np.array(waiting) != ""
 
     def _target_gib(self) -> float | None:
         """Most memory that a target rank has said it took; None on CPUs and where roles share it."""

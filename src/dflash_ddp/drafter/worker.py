@@ -97,7 +97,7 @@ class DrafterWorker:
         if self.ordinal == 0:
             gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
             setup = make_setup(read_facts(config), gpu, cpu=device.type == "cpu")
-            self.log = RunLog(run.folder, config, setup, first_step=run.found.first_step)
+            self.log = RunLog(run.own_folder, config, setup, first_step=run.found.first_step)
             control.before_exit(partial(self.log.close, exit_code=1))
         self.saver: Saver | None = None
         if self.ordinal == 0:

@@ -90,7 +90,9 @@ def stream_features(run: Run, world: World, control: Control) -> None:
     )
     wanted = world.rank == world.topology.target_ranks[0]
     profiler = StepProfiler(run.config, world.device, f"target_rank{world.rank}", wanted=wanted)
+    waited = f"wait/{world.rank}"
     while (claim := sender.acquire()) is not None:
+        control.publish(waited, f"{sender.wait_slot_s:.3f}")
         control.phase(f"forward item {claim.item}")
         item = run.schedule.item(claim.item)
         profiler.at(item.step)
@@ -102,7 +104,7 @@ def stream_features(run: Run, world: World, control: Control) -> None:
             num_tokens=batch.num_tokens,
             digest=batch.digest(),
         )
-        control.publish(f"wait/{world.rank}", f"{sender.wait_slot_s:.3f}")
+        control.publish(waited, f"{sender.wait_slot_s:.3f} waiting")
         control.publish(f"memory/{world.rank}", f"{peak_gib(world.device) or ''}")
         control.phase("wait for a free slot")
     profiler.close()
