@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 FINISH_S = 60.0
 """wandb may take so long at the end of a run to send what it has."""
+AFTER_STOP_S = 8.0
+"""The same where a launcher or a scheduler may be waiting for the end."""
 
 
 class RunLog:

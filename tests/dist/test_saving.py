@@ -3,9 +3,12 @@
 import errno
 import json
 import os
+import re
 import resource
 import shutil
+import signal
 import socket
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -187,6 +190,35 @@ def test_an_upload_that_fails_never_stops_training(material, tmp_path):
     assert "step_00000008 was not uploaded to" in text, report(outcomes)
     assert "going on without" in text
     assert saved_steps(material.output("no way"))[-1] == 8
+
+
+def hang(*_args: object, **_options: object) -> None:
+    threading.Event().wait()
+
+
+def upload_to_nowhere(kind: str) -> None:
+    """Uploads fail, with the long pauses of real runs between the tries, or never come back."""
+    dflash_ddp.upload.AFTER_STOP_S = 1.0
+    if kind == "hangs":
+        dflash_ddp.upload.upload_folder = hang
+
+
+def test_an_upload_never_holds_up_a_stop(material, tmp_path):
+    """Wandb and the summary come before it, and the end within seconds."""
+    (tmp_path / "far").write_text("in the way")
+    more = ["steps=500", "checkpoint.every=0", f"checkpoint.upload=file://{tmp_path}/far"]
+    for kind, said in (
+        ("fails", "export was not uploaded to"),
+        ("hangs", "told to stop: the upload of"),
+    ):
+        events = {(DRAFTER, "build drafter", 1): partial(upload_to_nowhere, kind)}
+        events |= {(DRAFTER, "train step", 4): signal.SIGTERM}
+        overrides = material.overrides(f"stop {kind}", *SPLIT, *more)
+        outcome = train(2, overrides, events, pace_s=0.1)[DRAFTER]
+        assert said in outcome.output, outcome.output
+        assert outcome.output.index("dev: steps=") < outcome.output.index(said)
+        (at,) = re.findall(r"happens at ([\d.]+)\n(?!.*happens)", outcome.output, re.DOTALL)
+        assert outcome.ended_at - float(at) < 8, outcome.output
 
 
 def test_upload_to_s3(material, monkeypatch):

@@ -184,7 +184,7 @@ class Saver:
             logger.error("old checkpoints cannot be deleted: %s", error)
 
     def finish(self, step: int, best: int | None) -> int | None:
-        """Write `export/`, wait for uploads; the step of the drafter in it, None before any.
+        """Write `export/`; the step of the drafter in it, None before any.
 
         Args:
             step: the last one saved.
@@ -212,6 +212,10 @@ class Saver:
         card = model_card(run.config, run.shape, step=exported, heldout=heldout, form="native")
         (work / "README.md").write_text(card, encoding="utf-8")
         put_in_place(work, export)
-        if self._uploader is not None:
-            self._uploader.close(export)
         return exported
+
+    def upload_rest(self, *, stopped: bool) -> None:
+        """Wait for uploads, of `export/` too; it may take long, or be cut short: nothing is due after it."""
+        export = self._run.folder / "export"
+        if self._uploader is not None and export.is_dir():
+            self._uploader.close(export, stopped=stopped)
