@@ -114,6 +114,36 @@ def test_a_disk_too_small_for_keep_last_keeps_the_newest(material):
     assert "has no space for checkpoint.keep_last=3 and one more" in outcomes[DRAFTER].output
 
 
+def refuse_export(room_for: int) -> None:
+    """A copy stops half-way on a disk that has room for `export/` beside so many checkpoints only."""
+    copy = shutil.copytree
+
+    def copy_or_fail(source: Path, work: Path, **options: object) -> None:
+        copy(source, work, **options)
+        if len(complete_checkpoints(source.parent)) > room_for:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    dflash_ddp.drafter.saving.shutil.copytree = copy_or_fail
+
+
+@pytest.mark.parametrize("room_for", [1, 0])
+def test_an_export_on_a_full_disk_is_tried_again_like_the_last_checkpoint(material, room_for):
+    output = material.output(f"full export {room_for}")
+    events = {(DRAFTER, "build drafter", 1): partial(refuse_export, room_for)}
+    events[DRAFTER, "train step", 1] = hurry
+    overrides = material.overrides(output.name, *SPLIT, "checkpoint.export=last")
+    outcomes = train(2, overrides, events, check=False)
+    assert saved_steps(output) == [8], report(outcomes)
+    assert not (output / ".tmp-export").exists()
+    if room_for:
+        assert (output / "export" / "model.safetensors").exists()
+        assert {outcome.exit_code for outcome in outcomes} == {0}, report(outcomes)
+    else:
+        assert {outcome.exit_code for outcome in outcomes} == {13}, report(outcomes)
+        cause = json.loads((output / "failure.json").read_text())["cause"]
+        assert "export/ cannot be written" in cause
+
+
 def metrics(output: Path) -> list[str]:
     return (output / "metrics.jsonl").read_text().splitlines()
 
