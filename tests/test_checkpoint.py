@@ -163,6 +163,23 @@ def test_killed_at_any_moment_the_newest_is_whole(tmp_path):
     assert steps_in(tmp_path)[-1] > 10
 
 
+def test_a_part_that_could_not_be_removed_is_in_nobodys_way(tmp_path, monkeypatch):
+    model, optimizer = trained(1)
+
+    def fail(*_args, **_kwargs):
+        raise OSError("the disk refuses")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "put_in_place", fail)
+        patch.setattr(checkpoint_module.shutil, "rmtree", lambda *_, **__: None)
+        for _ in range(2):
+            with pytest.raises(OSError, match="the disk refuses"):
+                save(tmp_path, model, optimizer, 1)
+    assert list(tmp_path.glob(".tmp-*"))
+    assert first_whole([save(tmp_path, model, optimizer, 1)])
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
 @pytest.mark.parametrize("damage", ["cut tensors", "cut weights", "no state", "torn state"])
 def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, caplog, damage):
     model, optimizer = trained(1)
