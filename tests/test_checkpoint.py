@@ -180,18 +180,20 @@ def test_a_part_that_could_not_be_removed_is_in_nobodys_way(tmp_path, monkeypatc
     assert not list(tmp_path.glob(".tmp-*"))
 
 
-@pytest.mark.parametrize("damage", ["cut tensors", "cut weights", "no state", "torn state"])
+FILES = {"tensors": "trainer.safetensors", "weights": "model.safetensors"}
+FILES |= {"state": "trainer.json", "config": "config.json"}
+
+
+@pytest.mark.parametrize("damage", [f"{kind} {name}" for kind in ("no", "cut") for name in FILES])
 def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, caplog, damage):
     model, optimizer = trained(1)
     older, newer = (save(tmp_path, model, optimizer, step) for step in (1, 2))
     kind, name = damage.split()
-    file = newer / {"tensors": "trainer.safetensors", "weights": "model.safetensors"}.get(
-        name, "trainer.json"
-    )
+    file = newer / FILES[name]
     if kind == "no":
         file.unlink()
     else:
-        os.truncate(file, file.stat().st_size - 9)
+        os.truncate(file, max(1, file.stat().st_size - 9))
     assert first_whole(complete_checkpoints(tmp_path)[::-1]) == older
     assert f"passing over {newer}, which is damaged" in caplog.text
 

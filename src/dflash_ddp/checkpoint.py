@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dflash_ddp.config import ConfigError
 from dflash_ddp.disk import flush
-from dflash_ddp.native import WEIGHTS_FILE, save_native
+from dflash_ddp.native import CONFIG_FILE, WEIGHTS_FILE, save_native
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ def first_whole(checkpoints: list[Path]) -> Path | None:
     for folder in checkpoints:
         try:
             read_state(folder)
+            json.loads((folder / CONFIG_FILE).read_bytes())
             for name in (TENSORS_FILE, WEIGHTS_FILE):
                 with safe_open(folder / name, "pt"):
                     pass  # a file that ends before the tensors that its header names is refused
