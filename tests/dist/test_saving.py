@@ -9,13 +9,14 @@ import shutil
 import signal
 import socket
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 from material import STEPS
 from ranks import report
-from runs import rows, state
+from runs import all_rows, rows, state
 from safetensors.torch import load_file
 from training import train
 
@@ -91,6 +92,34 @@ def test_training_goes_on_without_a_disk_and_saves_when_it_is_back(material, kin
     made = [row["step"] for row in rows(output) if "train/loss" in row]
     assert made[-5:] == [4, 5, 6, 7, 8]
     assert kind == "folder gone" or made[:3] == [1, 2, 3]
+
+
+def slow_disk(seconds: float) -> None:
+    """A checkpoint takes so long to write."""
+    write = dflash_ddp.drafter.saving.write_checkpoint
+
+    def write_slowly(*args: object, **options: object) -> Path:
+        time.sleep(seconds)
+        return write(*args, **options)
+
+    dflash_ddp.drafter.saving.write_checkpoint = write_slowly
+    dflash_ddp.drafter.saving.REPORT_EVERY_S = 0.2
+
+
+def test_a_write_stalls_training_only_if_the_next_one_is_due_and_then_says_so(material):
+    for seconds in (0.5, 1.5):
+        output = material.output(f"slow disk {seconds}")
+        events = {(DRAFTER, "build drafter", 1): partial(slow_disk, seconds)}
+        overrides = material.overrides(output.name, *SPLIT, "checkpoint.every=4")
+        text = train(2, overrides, events, pace_s=0.25)[DRAFTER].output
+        found = [row for row in all_rows(output) if "checkpoint/stall_s" in row]
+        assert all(row["checkpoint/write_s"] > seconds for row in found)
+        told = "s for the checkpoint of step 4, whose write is not finished"
+        if seconds < 1:
+            assert 0 <= found[0]["checkpoint/stall_s"] < 0.2
+            assert told not in text
+        else:
+            assert told in text
 
 
 def shrink_disk() -> None:

@@ -40,6 +40,8 @@ from dflash_ddp.upload import Uploader
 
 logger = logging.getLogger(__name__)
 
+REPORT_EVERY_S = 10.0
+"""How often a write that training waits for is told of."""
 LAST_TRIES_S = (1.0, 4.0, 10.0)
 """Pauses between the tries to write the last checkpoint of a run, and `export/`."""
 
@@ -81,14 +83,23 @@ class Saver:
         events = self._copy.take()
         self._stall_s = time.monotonic() - start
         self._thread = threading.Thread(
-            target=self._write, args=(state, events, best, last), name="save", daemon=True
+            target=self._write,
+            args=(state, events, best, last),
+            name=f"the checkpoint of step {state.step}",
+            daemon=True,
         )
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the write in progress has ended."""
-        if self._thread is not None:
-            self._thread.join()
+        """Until the write in progress has ended; says now and then that training waits for it."""
+        start = time.monotonic()
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(REPORT_EVERY_S)
+            if self._thread.is_alive():
+                logger.warning(
+                    "training has waited %.0f s for %s, whose write is not finished",
+                    *(time.monotonic() - start, self._thread.name),
+                )
 
     def metrics(self) -> dict[str, float]:
         """Of the writes that ended since the last call, for the next row."""
@@ -111,7 +122,7 @@ class Saver:
                 end.synchronize()
                 self._stall_s += begin.elapsed_time(end) / 1000
             start = time.monotonic()
-            what = f"the checkpoint of step {state.step}"
+            what = threading.current_thread().name
             folder = self._try(what, partial(self._checkpoint, state), best, last=last)
             if folder is None:
                 return
