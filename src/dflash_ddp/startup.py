@@ -165,7 +165,9 @@ class Run:
         heldout = self.heldout
         return self.settings_fingerprint() | {
             "data content": self.text.fingerprint,
+            "data tokens": self.text.content,
             "data.heldout content": None if heldout is None else heldout.fingerprint,
+            "data.heldout tokens": None if heldout is None else heldout.content,
         }
 
     def settings_fingerprint(self) -> dict[str, Any]:
@@ -207,12 +209,12 @@ def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
     key = f"data/{launch.rank // launch.local_world_size}"
     if launch.local_rank == 0:
         control.publish(key, json.dumps(prepare_texts(config, speaks=launch.rank == 0)))
-    paths = json.loads(control.wait_for(key, "the first rank of this node to prepare the data"))
+    here = json.loads(control.wait_for(key, "the first rank of this node to prepare the data"))
     first = json.loads(control.wait_for("data/0", "rank 0 to prepare the data"))
-    check_same_documents(paths, first)
+    check_same_documents(here, first)
     spec = read_spec(config.target.path, config.target.revision, config.target.trust_remote_code)
-    text = DocumentStore(paths["text"])
-    heldout = DocumentStore(paths["heldout"]) if paths["heldout"] else None
+    text = DocumentStore(here["text"]["path"])
+    heldout = DocumentStore(here["heldout"]["path"]) if here["heldout"] else None
     device = device_type(config.device)
     run = Run(config, device, spec, found, text, heldout)
     _resolve_steps(run)

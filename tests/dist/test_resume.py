@@ -119,7 +119,7 @@ def test_each_change_is_named_and_a_changed_template_and_text_too(material, whol
     more = [*CHANGES, f"target.path={target}", f"data.path={data}"]
     outcomes = train(2, material.overrides("whole one", *RUN, *ONE, *more), check=False)
     text = "".join(outcome.output for outcome in outcomes)
-    for line in (*CHANGES.values(), "target chat template: ", "data content: ", "data.path: "):
+    for line in (*CHANGES.values(), "target chat template: ", "data content: ", "data tokens: ", "data.path: "):
         assert text.count(line) == 1, (line, text)
     assert json.loads((whole[1] / "checkpoints/step_00000012/trainer.json").read_text())["step"] == 12
 
