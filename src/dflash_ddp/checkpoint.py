@@ -252,6 +252,16 @@ def load_tensors(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
     assert not tensors, f"{folder} has tensors of another drafter: {sorted(tensors)[:3]}"
 
 
+def state_sum(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    """A checksum of masters, moments and count, int64 [1], on the device of the model."""
+    parts = [
+        tensor.detach().view(torch.int32).sum()
+        for parameter in model.parameters()
+        for tensor in (parameter, *optimizer.state[parameter].values())
+    ]
+    return sum(number * part for number, part in enumerate(parts, 1)).reshape(1)
+
+
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What has changed since a checkpoint, one text a key."""
     keys = sorted(saved.keys() | now.keys())

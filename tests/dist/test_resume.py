@@ -11,6 +11,7 @@ from ranks import report
 from runs import assert_equal_state, rows, state
 from training import train
 
+import dflash_ddp.drafter.worker
 from dflash_ddp.compiling import cache_directory
 
 pytestmark = pytest.mark.dist
@@ -88,6 +89,28 @@ def test_another_number_of_drafters_is_refused_or_goes_on_with_the_same_packs(ma
     ours, theirs = state(copy, 12), state(whole[2], 12)
     for name, tensor in theirs.items():
         assert (ours[name] - tensor).abs().max() <= 1e-3 * tensor.abs().max() + 1e-12, name
+
+
+def load_another_step() -> None:
+    """A node with outputs of its own, where a checkpoint of this name holds other weights."""
+    load = dflash_ddp.drafter.worker.load_tensors
+
+    def load_tensors(folder: Path, *args: object) -> None:
+        load(folder.with_name("step_00000004"), *args)
+
+    dflash_ddp.drafter.worker.load_tensors = load_tensors
+
+
+def test_a_rank_that_loads_other_weights_is_named(material, whole):
+    copy = material.output("other weights")
+    cut(whole[2], 5, copy)
+    before = (copy / "metrics.jsonl").read_bytes()
+    events = {(2, "build drafter", 1): load_another_step}
+    outcomes = train(3, material.overrides(copy.name, *RUN, *TWO), events, check=False)
+    assert {outcome.exit_code for outcome in outcomes} == {13}, report(outcomes)
+    text = "step_00000005 holds other weights or moments on drafter ranks [2] than on rank 1"
+    assert report(outcomes).count(text) == 1, report(outcomes)
+    assert (copy / "metrics.jsonl").read_bytes() == before
 
 
 CHANGES = {
