@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -31,8 +32,9 @@ from dflash_ddp.checkpoint import (
 )
 from dflash_ddp.config import OnError
 from dflash_ddp.control import Control
+from dflash_ddp.disk import flush
 from dflash_ddp.log import exit_on_error
-from dflash_ddp.metrics_file import heldout_row
+from dflash_ddp.metrics_file import METRICS_FILE, heldout_row
 from dflash_ddp.model_card import model_card
 from dflash_ddp.native import native_config
 from dflash_ddp.startup import Run
@@ -166,6 +168,8 @@ class Saver:
             pause = pauses.pop(0)
             try:
                 run.own_folder.keep()
+                with suppress(FileNotFoundError):
+                    flush(run.folder / METRICS_FILE)  # no resume may find rows missing
                 return write()
             except (OSError, SafetensorError) as error:
                 self._num_failed += 1
