@@ -4,10 +4,15 @@ from datetime import datetime
 
 import pytest
 from test_store import TEMPLATE, make, make_tokenizer, row, write
+from torch.distributed import TCPStore
+from training import compose_config
 from transformers.utils import chat_template_utils
 
 from dflash_ddp.config import ConfigError
+from dflash_ddp.folder import claim_folder
+from dflash_ddp.startup import CLAIMED, goes_on
 from dflash_ddp.texts import check_same_documents
+from dflash_ddp.world import JobStore, read_launch
 
 
 def test_nodes_must_have_the_same_documents():
@@ -43,3 +48,27 @@ def test_a_template_that_prints_the_date_is_seen(tmp_path, monkeypatch):
     later = make(path, tokenizer=dated, cache_dir=tmp_path / "c")
     assert first.fingerprint == later.fingerprint
     assert first.content == again.content != later.content
+
+
+def test_a_restart_is_known_also_where_torchrun_does_not_count_it(tmp_path):
+    """So resume=none is anew in each launch, and not in each restart; launches may share an id."""
+    config = compose_config(["resume=none", f"output_dir={tmp_path / 'run'}"])
+
+    def begin(server, restart_count=0):
+        env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+        env |= {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": str(restart_count)}
+        launch = read_launch(env)
+        return launch, JobStore(launch)
+
+    one, two = (TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in "ab")
+    launch, store = begin(one)
+    assert not goes_on(config, launch, store)
+    claim_folder(config, {}, launch.run_id)
+    assert not goes_on(config, launch, store)
+    store.launch.set(CLAIMED, "")
+    assert goes_on(config, *begin(one))
+    assert goes_on(config, *begin(two, restart_count=1))
+    assert not goes_on(config, *begin(two))
+    claim_folder(config, {}, "another")
+    assert not goes_on(config, *begin(one))

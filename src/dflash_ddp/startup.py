@@ -35,10 +35,12 @@ from dflash_ddp.preflight import (
 from dflash_ddp.schedule import Kind, Schedule, StreamItem, evaluation_steps
 from dflash_ddp.target.tables import TargetSpec, read_spec
 from dflash_ddp.texts import check_same_documents, data_report, prepare_texts
-from dflash_ddp.world import Launch
+from dflash_ddp.world import JobStore, Launch
 
 logger = logging.getLogger(__name__)
 
+CLAIMED = "claimed"
+"""Key of the store: this launch has claimed the run's folder."""
 # What a continuation must have as it was, beside optimizer, drafter and text.
 _SAME_SETTINGS = (
     "seed steps tokens_per_batch batches_per_step split.drafters drafter.num_anchors "
@@ -192,7 +194,17 @@ class Run:
         )
 
 
-def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
+def goes_on(config: Config, launch: Launch, store: JobStore) -> bool:
+    """Whether the launcher has started these ranks anew: they go on, never from the beginning.
+
+    torchrun does not count restarts that another node brought about. The key in the store is the
+    launch's own, whereas several launches may bear one id.
+    """
+    is_anew = launch.restart_count > 0 or store.launch.check([CLAIMED])
+    return is_anew and claimed_by(config) == launch.run_id
+
+
+def prepare_run(config: Config, launch: Launch, store: JobStore, control: Control) -> Run:
     """Check, prepare the data, and assemble; all ranks return the same.
 
     Raises:
@@ -201,8 +213,8 @@ def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
     control.phase("preflight")
     use_cache_without_hub()
     if launch.rank == 0:
-        if launch.restart_count and claimed_by(config) == launch.run_id:
-            config.resume = "auto"  # the launcher started the ranks anew: never from the beginning
+        if goes_on(config, launch, store):
+            config.resume = "auto"
         control.publish("preflight", json.dumps(asdict(preflight(config))))
     found = Preflight(**json.loads(control.wait_for("preflight", "rank 0 to check the settings")))
     control.phase("data")
@@ -222,6 +234,7 @@ def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
         _check_run(run)
         report = data_report(text, heldout, max_documents=config.eval.max_documents)
         claim_folder(config, report, launch.run_id)
+        store.launch.set(CLAIMED, "")
         control.publish("folder")
     control.wait_for("folder", "rank 0 to claim the run's folder")
     control.own_folder = run.own_folder

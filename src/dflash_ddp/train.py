@@ -190,7 +190,7 @@ def run_rank(config: Config) -> None:
         if config.device is not Device.cpu:  # before the question below, which wakes the driver
             choose_gpu(config, launch)
         device = device_type(config.device)
-        run = prepare_run(config, launch, control)
+        run = prepare_run(config, launch, store, control)
         listen(control)
         control.phase("connect")
         world = init_world(

@@ -189,6 +189,8 @@ class JobStore:
         """For `Control`, all threads of it; on the host it holds the server."""
         self.groups = PrefixStore(f"{prefix}/groups", second)
         """For torch's process groups."""
+        self.launch = PrefixStore(f"dflash/{launch.run_id}", first)
+        """For what a restart shall find; the store ends with its launch."""
 
 
 @dataclass(slots=True)
