@@ -195,6 +195,14 @@ def test_the_store_may_go_when_all_are_done():
     assert not any("the job ends" in outcome.output for outcome in outcomes)
 
 
+def test_a_port_that_is_taken_is_named():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+    with pytest.raises(dist.DistError, match=rf"port: {server.port}\b.*address already in use"):
+        JobStore(read_launch(env))
+
+
 def one_process(rank: int) -> tuple:
     """No torchrun: one process that is target and drafter."""
     del os.environ["RANK"]

@@ -210,6 +210,17 @@ def test_a_run_ends_with_an_error_if_told_so_or_if_nothing_comes_after(material,
     assert text in json.loads((output / "failure.json").read_text())["cause"]
 
 
+@pytest.mark.parametrize(("steps", "saved"), [(7, [5, 7]), (3, [3])])
+def test_the_last_step_is_saved_wherever_it_falls(material, steps, saved):
+    output = material.output(f"ends at {steps}")
+    more = ["split=1t1d", f"steps={steps}", "checkpoint.every=5", "eval.every=0"]
+    outcomes = train(2, material.overrides(output.name, *more))
+    assert saved_steps(output) == saved, report(outcomes)
+    exported = load_file(output / "export" / "model.safetensors")
+    last = state(output, steps)
+    assert all((last[f"master.{name}"] == weights).all() for name, weights in exported.items())
+
+
 def test_the_best_drafter_is_kept_and_exported(material):
     """A learning rate so high that the drafter gets worse: the best is not the last."""
     output = material.output("best")
