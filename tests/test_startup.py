@@ -1,6 +1,8 @@
 """What all ranks must agree on before they build a run."""
 
-from datetime import datetime
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
 
 import pytest
 from test_store import TEMPLATE, make, make_tokenizer, row, write
@@ -8,11 +10,13 @@ from torch.distributed import TCPStore
 from training import compose_config
 from transformers.utils import chat_template_utils
 
+from dflash_ddp import jobstore
 from dflash_ddp.config import ConfigError
 from dflash_ddp.folder import claim_folder
+from dflash_ddp.jobstore import JobStore
 from dflash_ddp.startup import CLAIMED, goes_on
 from dflash_ddp.texts import check_same_documents
-from dflash_ddp.world import JobStore, read_launch
+from dflash_ddp.world import read_launch
 
 
 def test_nodes_must_have_the_same_documents():
@@ -50,16 +54,42 @@ def test_a_template_that_prints_the_date_is_seen(tmp_path, monkeypatch):
     assert first.content == again.content != later.content
 
 
+def begin(server, restart_count=0, rank=0):
+    env = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+    env |= {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": str(restart_count)}
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    launch = read_launch(env)
+    return launch, JobStore(launch)
+
+
+def test_ranks_of_one_start_find_each_other_and_nothing_of_the_last(monkeypatch):
+    """In any order, whatever torchrun counts on each node."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def start(ranks, counts):
+        with ThreadPoolExecutor() as pool:
+            starts = []
+            for rank, count in zip(ranks, counts, strict=True):
+                starts.append(pool.submit(begin, server, count, rank))
+                time.sleep(0.1)
+            return [found.result()[1].control for found in starts]
+
+    one, *_ = start([1, 2, 0], [0, 0, 0])
+    one.set("abort", "the first cause")
+    stores = start([2, 1, 0], [0, 0, 1])
+    assert not any(store.check(["abort"]) for store in stores)
+    stores[0].set("here", "")
+    assert all(store.check(["here"]) for store in stores)
+    assert not one.check(["here"])
+    monkeypatch.setattr(jobstore, "START_LIMIT", timedelta(seconds=0.1))
+    with pytest.raises(TimeoutError, match="rank 1: rank 0 has not started within "):
+        begin(server, rank=1)
+
+
 def test_a_restart_is_known_also_where_torchrun_does_not_count_it(tmp_path):
     """So resume=none is anew in each launch, and not in each restart; launches may share an id."""
     config = compose_config(["resume=none", f"output_dir={tmp_path / 'run'}"])
-
-    def begin(server, restart_count=0):
-        env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
-        env |= {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": str(restart_count)}
-        launch = read_launch(env)
-        return launch, JobStore(launch)
 
     one, two = (TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in "ab")
     launch, store = begin(one)

@@ -37,8 +37,9 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from dflash_ddp.config import ConfigError
 from dflash_ddp.failures import write_failure
+from dflash_ddp.jobstore import JobStore
 from dflash_ddp.peers import Peers
-from dflash_ddp.world import JobStore, Launch, Topology
+from dflash_ddp.world import Launch, Topology
 
 if TYPE_CHECKING:  # it knows checkpoints, and they the drafter
     from dflash_ddp.folder import OwnFolder

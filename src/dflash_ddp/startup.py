@@ -24,6 +24,7 @@ from dflash_ddp.data.store import DocumentStore
 from dflash_ddp.drafter.blocks import decay_gamma
 from dflash_ddp.drafter.model import DrafterShape
 from dflash_ddp.folder import OwnFolder, claim_folder, claimed_by
+from dflash_ddp.jobstore import JobStore
 from dflash_ddp.native import drafter_shape
 from dflash_ddp.preflight import (
     Preflight,
@@ -35,7 +36,7 @@ from dflash_ddp.preflight import (
 from dflash_ddp.schedule import Kind, Schedule, StreamItem, evaluation_steps
 from dflash_ddp.target.tables import TargetSpec, read_spec
 from dflash_ddp.texts import check_same_documents, data_report, prepare_texts
-from dflash_ddp.world import JobStore, Launch
+from dflash_ddp.world import Launch
 
 logger = logging.getLogger(__name__)
 

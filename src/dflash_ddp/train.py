@@ -176,11 +176,12 @@ def run_rank(config: Config) -> None:
     )
     with exit_on_error() as handler:
         from dflash_ddp.control import Control
+        from dflash_ddp.jobstore import JobStore
         from dflash_ddp.preflight import device_type
         from dflash_ddp.profiling import record_memory
         from dflash_ddp.startup import prepare_run
         from dflash_ddp.stopping import listen
-        from dflash_ddp.world import JobStore, close_world, init_world
+        from dflash_ddp.world import close_world, init_world
 
         gc.enable()
         gc.freeze()  # nor is there any in them later: not in a step, not when the rank ends
