@@ -163,18 +163,37 @@ def test_killed_at_any_moment_the_newest_is_whole(tmp_path):
     assert steps_in(tmp_path)[-1] > 10
 
 
-@pytest.mark.parametrize("damage", ["cut tensors", "cut weights", "no state", "torn state"])
+def test_a_part_that_could_not_be_removed_is_in_nobodys_way(tmp_path, monkeypatch):
+    model, optimizer = trained(1)
+
+    def fail(*_args, **_kwargs):
+        raise OSError("the disk refuses")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "put_in_place", fail)
+        patch.setattr(checkpoint_module.shutil, "rmtree", lambda *_, **__: None)
+        for _ in range(2):
+            with pytest.raises(OSError, match="the disk refuses"):
+                save(tmp_path, model, optimizer, 1)
+    assert list(tmp_path.glob(".tmp-*"))
+    assert first_whole([save(tmp_path, model, optimizer, 1)])
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+FILES = {"tensors": "trainer.safetensors", "weights": "model.safetensors"}
+FILES |= {"state": "trainer.json", "config": "config.json"}
+
+
+@pytest.mark.parametrize("damage", [f"{kind} {name}" for kind in ("no", "cut") for name in FILES])
 def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, caplog, damage):
     model, optimizer = trained(1)
     older, newer = (save(tmp_path, model, optimizer, step) for step in (1, 2))
     kind, name = damage.split()
-    file = newer / {"tensors": "trainer.safetensors", "weights": "model.safetensors"}.get(
-        name, "trainer.json"
-    )
+    file = newer / FILES[name]
     if kind == "no":
         file.unlink()
     else:
-        os.truncate(file, file.stat().st_size - 9)
+        os.truncate(file, max(1, file.stat().st_size - 9))
     assert first_whole(complete_checkpoints(tmp_path)[::-1]) == older
     assert f"passing over {newer}, which is damaged" in caplog.text
 

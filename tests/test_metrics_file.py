@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import dflash_ddp.disk
 from dflash_ddp.metrics_file import (
     METRICS_FILE,
     drop_rows_after,
@@ -72,3 +73,16 @@ def test_steps_without_a_row_are_known(ends, step, every, missing):
     rows = [{"step": end, "train/loss": 1.0} for end in ends]
     rows += [{"step": 5, "heldout/documents": 5}]  # tells of no training
     assert missing_steps(rows, step, every) == missing
+
+
+def test_a_small_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(
+        dflash_ddp.disk, "flush", lambda path: flushed.append((path.name, file.exists()))
+    )
+    file = tmp_path / "env.json"
+    dflash_ddp.disk.write_whole(file, "{}")
+    (part, _), folder = flushed
+    assert flushed[0] == (part, False) and part.startswith(".env.json.")
+    assert folder == (tmp_path.name, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["env.json"]

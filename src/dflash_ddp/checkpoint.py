@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dflash_ddp.config import ConfigError
 from dflash_ddp.disk import flush
-from dflash_ddp.native import WEIGHTS_FILE, save_native
+from dflash_ddp.native import CONFIG_FILE, WEIGHTS_FILE, save_native
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ def first_whole(checkpoints: list[Path]) -> Path | None:
     for folder in checkpoints:
         try:
             read_state(folder)
+            json.loads((folder / CONFIG_FILE).read_bytes())
             for name in (TENSORS_FILE, WEIGHTS_FILE):
                 with safe_open(folder / name, "pt"):
                     pass  # a file that ends before the tensors that its header names is refused
@@ -196,7 +197,10 @@ def write_checkpoint(
         if name.startswith("master.")
     }
     try:
-        work.mkdir(parents=True)
+        shutil.rmtree(
+            work, ignore_errors=True
+        )  # of an earlier try, on a disk that refused that too
+        work.mkdir(parents=True, exist_ok=True)
         save_native(work, masters, native_config, dtype)
         save_file(tensors, work / TENSORS_FILE)
         text = json.dumps(asdict(state), indent=2) + "\n"
@@ -246,6 +250,16 @@ def load_tensors(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
             moments = {m: tensors.pop(f"{m}.{name}").to(parameter.device) for m in _MOMENTS}
             optimizer.state[parameter] = {"step": count.to(parameter.device, copy=True), **moments}
     assert not tensors, f"{folder} has tensors of another drafter: {sorted(tensors)[:3]}"
+
+
+def state_sum(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    """A checksum of masters, moments and count, int64 [1], on the device of the model."""
+    parts = [
+        tensor.detach().view(torch.int32).sum()
+        for parameter in model.parameters()
+        for tensor in (parameter, *optimizer.state[parameter].values())
+    ]
+    return sum(number * part for number, part in enumerate(parts, 1)).reshape(1)
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

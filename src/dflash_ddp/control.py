@@ -37,8 +37,9 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from dflash_ddp.config import ConfigError
 from dflash_ddp.failures import write_failure
+from dflash_ddp.jobstore import JobStore
 from dflash_ddp.peers import Peers
-from dflash_ddp.world import JobStore, Launch, Topology
+from dflash_ddp.world import Launch, Topology
 
 if TYPE_CHECKING:  # it knows checkpoints, and they the drafter
     from dflash_ddp.folder import OwnFolder
@@ -182,17 +183,23 @@ class Control:
             for own in self._causes:
                 if not first.startswith(own):
                     logger.critical("at the same time here: %s", own)
-            if self.own_folder is not None and any(map(first.startswith, self._causes)):
+            is_first = any(map(first.startswith, self._causes))
+            if self.own_folder is not None and is_first:
                 logger.critical("the others then: %s", self.phases())
-                phases = {self.topology.describe(self.rank): self._phase} | self._peers.phases()
-                if not self.own_folder.is_lost():
-                    folder = self.own_folder.path
-                    write_failure(folder, first, phases=phases, restart=self._restart)
-            flush = threading.Thread(target=lambda: [f() for f in self._before_exit], daemon=True)
+            # In a thread: a disk or a network that hangs must not keep this process.
+            flush = threading.Thread(target=self._flush, args=(first, is_first), daemon=True)
             flush.start()
             flush.join(3.0)
             time.sleep(self._linger_s)
             os._exit(EXIT_CODE)
+
+    def _flush(self, first: str, is_first: bool) -> None:
+        own = self.own_folder
+        if is_first and own is not None and not own.is_lost():
+            phases = {self.topology.describe(self.rank): self._phase} | self._peers.phases()
+            write_failure(own.path, first, phases=phases, restart=self._restart)
+        for callback in self._before_exit:
+            callback()
 
     def _watch(self) -> None:
         """Beat, look for the abort flag and at the beats of the others, until closed."""

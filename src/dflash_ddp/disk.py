@@ -14,7 +14,9 @@ def flush(path: Path) -> None:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a small file under another name, then rename it: a reader never meets a part of it."""
+    """Write a small file under another name, then rename it: nobody ever meets a part of it."""
     part = file.with_name(f".{file.name}.{os.getpid()}")
     part.write_text(text, encoding="utf-8")
+    flush(part)
     part.rename(file)
+    flush(file.parent)

@@ -4,10 +4,10 @@ In: log records of every rank. Out: lines on stderr that open with time, rank an
 first rank of each role, warnings of all.
 
 `exit_on_error` is the outermost `with` of a program and of each thread of ours. Invariant: an error
-ends the process; other places that catch all errors try again (compiling, upload) or add a name and
-raise (a row of text). With `publish` set (`Control.fail`) the cause goes to all ranks, and threads
-that hang cannot keep the process alive; without, the traceback is printed and the launcher ends the
-other ranks.
+ends the process; other places that catch all errors try again (compiling, upload), add a name and
+raise (a row of text), or go on without (wandb). With `publish` set (`Control.fail`) the cause goes to
+all ranks, and threads that hang cannot keep the process alive; without, the traceback is printed and
+the launcher ends the other ranks.
 """
 
 import logging

@@ -87,3 +87,10 @@ def wanted_bytes(error: torch.OutOfMemoryError) -> float:
     """Bytes to save: those that could not be allocated, and a margin."""
     found = re.search(r"allocate ([\d.]+) (GiB|MiB|KiB|bytes)", str(error))
     return MARGIN * float(found[1]) * _UNITS[found[2]] if found else GIB
+
+
+def peak_gib(device: torch.device) -> float | None:
+    """Most memory allocated so far; None on a CPU. Asks the allocator, not the GPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.max_memory_allocated(device) / 2**30

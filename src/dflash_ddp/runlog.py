@@ -3,11 +3,15 @@
 What the keys of a row mean: `dflash_ddp.glossary`.
 """
 
+import atexit
 import json
 import logging
 import math
+import os
 import re
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +29,11 @@ from dflash_ddp.panel import Panel, Setup, derived
 from dflash_ddp.settings import resolved
 
 logger = logging.getLogger(__name__)
+
+FINISH_S = 60.0
+"""wandb may take so long at the end of a run to send what it has."""
+AFTER_STOP_S = 8.0
+"""The same where a launcher or a scheduler may be waiting for the end."""
 
 
 class RunLog:
@@ -49,20 +58,27 @@ class RunLog:
         self._to_wandb(lambda run: run.log(row, step=row["step"]))
         self._panel.show(row)
 
-    def close(self, exit_code: int = 0) -> None:
-        """Finish wandb; rows are on disk already."""
+    def close(self, exit_code: int = 0, limit_s: float = FINISH_S) -> None:
+        """Finish wandb, or go on without after a while; rows are on disk already."""
         self._panel.close()
-        self._to_wandb(lambda run: run.finish(exit_code=exit_code))
+        finish = partial(self._to_wandb, lambda run: run.finish(exit_code=exit_code))
+        finishing = threading.Thread(target=finish, name="wandb", daemon=True)
+        finishing.start()
+        finishing.join(limit_s)
+        if finishing.is_alive():
+            self._wandb = None
+            logger.warning(
+                "wandb has not finished in %.0f s: `wandb sync` sends what lies in wandb/", limit_s
+            )
+            atexit.register(os._exit, exit_code)  # before wandb's own hook, which would wait again
 
     def _to_wandb(self, send: Callable[[Any], object]) -> None:
         """Its failure never ends training: metrics.jsonl has all rows."""
         if self._wandb is None:
             return
-        import wandb
-
         try:
             send(self._wandb)
-        except (wandb.errors.Error, OSError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001 (of wandb, pydantic, protobuf, the network)
             self._wandb = None
             logger.warning("wandb has failed, metrics.jsonl goes on: %s", error)
 
@@ -82,9 +98,9 @@ def start_wandb(folder: Path, config: Config) -> Any:
     """The wandb run, or None if disabled or if it cannot start: training goes on without."""
     if config.logging.wandb is Wandb.disabled:
         return None
-    import wandb
-
     try:
+        import wandb
+
         run = wandb.init(
             project=config.logging.project,
             name=config.name,
@@ -96,7 +112,7 @@ def start_wandb(folder: Path, config: Config) -> Any:
             settings=wandb.Settings(console="off", silent=True),
         )
         glossary.define(run)
-    except (wandb.errors.Error, OSError) as error:
+    except Exception as error:  # noqa: BLE001 (a bad WANDB_ variable is pydantic's)
         logger.warning("wandb does not start, metrics.jsonl has all rows: %s", error)
         return None
     return run

@@ -24,6 +24,7 @@ from dflash_ddp.data.store import DocumentStore
 from dflash_ddp.drafter.blocks import decay_gamma
 from dflash_ddp.drafter.model import DrafterShape
 from dflash_ddp.folder import OwnFolder, claim_folder, claimed_by
+from dflash_ddp.jobstore import JobStore
 from dflash_ddp.native import drafter_shape
 from dflash_ddp.preflight import (
     Preflight,
@@ -39,6 +40,8 @@ from dflash_ddp.world import Launch
 
 logger = logging.getLogger(__name__)
 
+CLAIMED = "claimed"
+"""Key of the store: this launch has claimed the run's folder."""
 # What a continuation must have as it was, beside optimizer, drafter and text.
 _SAME_SETTINGS = (
     "seed steps tokens_per_batch batches_per_step split.drafters drafter.num_anchors "
@@ -165,7 +168,9 @@ class Run:
         heldout = self.heldout
         return self.settings_fingerprint() | {
             "data content": self.text.fingerprint,
+            "data tokens": self.text.content,
             "data.heldout content": None if heldout is None else heldout.fingerprint,
+            "data.heldout tokens": None if heldout is None else heldout.content,
         }
 
     def settings_fingerprint(self) -> dict[str, Any]:
@@ -190,7 +195,17 @@ class Run:
         )
 
 
-def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
+def goes_on(config: Config, launch: Launch, store: JobStore) -> bool:
+    """Whether the launcher has started these ranks anew: they go on, never from the beginning.
+
+    torchrun does not count restarts that another node brought about. The key in the store is the
+    launch's own, whereas several launches may bear one id.
+    """
+    is_anew = launch.restart_count > 0 or store.launch.check([CLAIMED])
+    return is_anew and claimed_by(config) == launch.run_id
+
+
+def prepare_run(config: Config, launch: Launch, store: JobStore, control: Control) -> Run:
     """Check, prepare the data, and assemble; all ranks return the same.
 
     Raises:
@@ -199,20 +214,20 @@ def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
     control.phase("preflight")
     use_cache_without_hub()
     if launch.rank == 0:
-        if launch.restart_count and claimed_by(config) == launch.run_id:
-            config.resume = "auto"  # the launcher started the ranks anew: never from the beginning
+        if goes_on(config, launch, store):
+            config.resume = "auto"
         control.publish("preflight", json.dumps(asdict(preflight(config))))
     found = Preflight(**json.loads(control.wait_for("preflight", "rank 0 to check the settings")))
     control.phase("data")
     key = f"data/{launch.rank // launch.local_world_size}"
     if launch.local_rank == 0:
         control.publish(key, json.dumps(prepare_texts(config, speaks=launch.rank == 0)))
-    paths = json.loads(control.wait_for(key, "the first rank of this node to prepare the data"))
+    here = json.loads(control.wait_for(key, "the first rank of this node to prepare the data"))
     first = json.loads(control.wait_for("data/0", "rank 0 to prepare the data"))
-    check_same_documents(paths, first)
+    check_same_documents(here, first)
     spec = read_spec(config.target.path, config.target.revision, config.target.trust_remote_code)
-    text = DocumentStore(paths["text"])
-    heldout = DocumentStore(paths["heldout"]) if paths["heldout"] else None
+    text = DocumentStore(here["text"]["path"])
+    heldout = DocumentStore(here["heldout"]["path"]) if here["heldout"] else None
     device = device_type(config.device)
     run = Run(config, device, spec, found, text, heldout)
     _resolve_steps(run)
@@ -220,6 +235,7 @@ def prepare_run(config: Config, launch: Launch, control: Control) -> Run:
         _check_run(run)
         report = data_report(text, heldout, max_documents=config.eval.max_documents)
         claim_folder(config, report, launch.run_id)
+        store.launch.set(CLAIMED, "")
         control.publish("folder")
     control.wait_for("folder", "rank 0 to claim the run's folder")
     control.own_folder = run.own_folder

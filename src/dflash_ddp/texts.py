@@ -19,15 +19,19 @@ MAX_WORKERS = 16
 TEXT_KEYS = {"text": "data.path", "heldout": "data.heldout"}
 
 
-def prepare_texts(config: Config, *, speaks: bool) -> dict[str, str | None]:
-    """Tokenise training and held-out text; where they lie."""
+Place = dict[str, str] | None
+"""The path of a store and the hash of its content; None: there is no such text."""
+
+
+def prepare_texts(config: Config, *, speaks: bool) -> dict[str, Place]:
+    """Tokenise training and held-out text; where they lie, and what they hold."""
     tokenizer = load_tokenizer(config)
-    found: dict[str, str | None] = {"text": None, "heldout": None}
+    found: dict[str, Place] = {"text": None, "heldout": None}
     for name in found:
         if source_of(config, name)[0] is None:
             continue
         store = prepare_text(config, tokenizer, name)
-        found[name] = str(store.path)
+        found[name] = {"path": str(store.path), "content": store.content}
         if speaks:
             logger.info("%s", format_report(store.report))
     return found
@@ -89,17 +93,26 @@ def eos_ids(config: Config, tokenizer: Any) -> set[int]:
     return ids - {None}
 
 
-def check_same_documents(here: dict[str, str | None], rank_0: dict[str, str | None]) -> None:
-    """Every node must have tokenised the same text; a store's folder is named by its content.
+def check_same_documents(here: dict[str, Place], rank_0: dict[str, Place]) -> None:
+    """Every node must have tokenised the same text, to the same tokens.
 
     Raises:
         ConfigError: it has not.
     """
-    for name, path in here.items():
-        if path is not None and Path(path).name != Path(rank_0[name] or "").name:
+    for name, ours in here.items():
+        theirs = rank_0[name]
+        if ours is None or theirs is None:
+            continue
+        told = (
+            f"data ({name}): the documents of this node, {ours['path']}, are not those of rank 0, "
+        )
+        told += f"{theirs['path']}: "
+        if Path(ours["path"]).name != Path(theirs["path"]).name:  # the hash of what decides them
+            raise ConfigError(f"{told}files or tokenizers differ between the nodes")
+        if ours["content"] != theirs["content"]:
             raise ConfigError(
-                f"data ({name}): the documents of this node, {path}, are not those of rank 0, "
-                f"{rank_0[name]}: files or tokenizers differ between the nodes"
+                f"{told}the chat template gave them other tokens, as one does that prints the date; "
+                "delete the older one"
             )
 
 

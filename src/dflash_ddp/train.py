@@ -176,11 +176,12 @@ def run_rank(config: Config) -> None:
     )
     with exit_on_error() as handler:
         from dflash_ddp.control import Control
+        from dflash_ddp.jobstore import JobStore
         from dflash_ddp.preflight import device_type
         from dflash_ddp.profiling import record_memory
         from dflash_ddp.startup import prepare_run
         from dflash_ddp.stopping import listen
-        from dflash_ddp.world import JobStore, close_world, init_world
+        from dflash_ddp.world import close_world, init_world
 
         gc.enable()
         gc.freeze()  # nor is there any in them later: not in a step, not when the rank ends
@@ -190,7 +191,7 @@ def run_rank(config: Config) -> None:
         if config.device is not Device.cpu:  # before the question below, which wakes the driver
             choose_gpu(config, launch)
         device = device_type(config.device)
-        run = prepare_run(config, launch, control)
+        run = prepare_run(config, launch, store, control)
         listen(control)
         control.phase("connect")
         world = init_world(
@@ -203,12 +204,9 @@ def run_rank(config: Config) -> None:
         )
         if config.profile.memory and device == "cuda":
             record_memory()
-        summary = play_roles(run, world, control)
+        play_roles(run, world, control)
         control.done()
         control.wait_all_done()
-        if world.rank == topology.drafter_ranks[0]:
-            sys.stdout.write(f"{config.name}: {summary}\n")
-            sys.stdout.flush()
         close_world(world)
         control.close()
 
@@ -246,8 +244,8 @@ def end_job(control: "Control", config: Config, error: BaseException) -> NoRetur
     control.fail(error)
 
 
-def play_roles(run: "Run", world: "World", control: "Control") -> str | None:
-    """The programs of this rank; a drafter's summary as text."""
+def play_roles(run: "Run", world: "World", control: "Control") -> None:
+    """The programs of this rank; the first drafter rank prints the summary."""
     from dflash_ddp.channel import FeatureReceiver
 
     topology = world.topology
@@ -255,7 +253,7 @@ def play_roles(run: "Run", world: "World", control: "Control") -> str | None:
         from dflash_ddp.target.worker import stream_features
 
         stream_features(run, world, control)
-        return None
+        return
     from dflash_ddp.drafter.worker import DrafterWorker
 
     features: Features
@@ -274,12 +272,20 @@ def play_roles(run: "Run", world: "World", control: "Control") -> str | None:
         )
     worker = DrafterWorker(run, world, control, features)
     summary = worker.train()
-    if worker.log is not None:
-        from dflash_ddp import report
+    if worker.log is None or worker.saver is None:
+        return
+    from dflash_ddp import report
+    from dflash_ddp.runlog import AFTER_STOP_S, FINISH_S
 
-        worker.log.close()
-        report.write_or_warn(run.folder)
-    return summary.text(generated=run.config.data.heldout_generated)
+    stopped = summary.stopped_by is not None
+    control.phase("finish wandb")
+    worker.log.close(limit_s=AFTER_STOP_S if stopped else FINISH_S)
+    report.write_or_warn(run.folder)
+    sys.stdout.write(
+        f"{run.config.name}: {summary.text(generated=run.config.data.heldout_generated)}\n"
+    )
+    sys.stdout.flush()
+    worker.saver.upload_rest(stopped=stopped)  # last: what hangs here loses nothing else
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 TRIES_S = (2.0, 8.0, 30.0)
 """Pauses between the tries to upload a folder."""
+AFTER_STOP_S = 10.0
+"""For all that is still to be uploaded when the run is told to stop: torchrun kills ranks 30 s after."""
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "az", "adl"}  # no folders to make
 
 
@@ -66,7 +68,8 @@ class Uploader:
         self.busy: Path | None = None
         """The checkpoint that is being read; it must not be deleted."""
         self._next: Path | None = None
-        self._closing = False
+        self._export: Path | None = None
+        self._hurried = threading.Event()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
         self._thread.start()
@@ -77,37 +80,53 @@ class Uploader:
             self._next = checkpoint
             self._changed.notify()
 
-    def close(self, export: Path) -> None:
-        """Wait for the checkpoint that is due, then upload the final drafter."""
+    def close(self, export: Path, *, stopped: bool) -> None:
+        """Wait for the checkpoint that is due and for the final drafter; after a stop, not for long.
+
+        Args:
+            export: the final drafter's folder.
+            stopped: the run was told to stop; it may also be told so meanwhile.
+        """
         with self._changed:
-            self._closing = True
+            self._export = export
             self._changed.notify()
-        self._thread.join()
-        self._upload(export, marker=False)
+        ends_at = float("inf")
+        while self._thread.is_alive():
+            if not self._hurried.is_set() and (stopped or self._control.asked("stop")):
+                self._hurried.set()
+                ends_at = time.monotonic() + AFTER_STOP_S
+            self._control.phase(f"upload {(self.busy or export).name}")
+            if time.monotonic() > ends_at:
+                logger.error("told to stop: the upload of %s is given up", self.busy)
+                return
+            self._thread.join(0.2)
 
     def _run(self) -> None:
         with exit_on_error(self._control.fail):
             while True:
                 with self._changed:
-                    while self._next is None and not self._closing:
+                    while self._next is None and self._export is None:
                         self._changed.wait()
-                    self.busy, self._next = self._next, None
-                if self.busy is None:
+                    last = self._next is None
+                    self.busy, self._next = self._next or self._export, None
+                assert self.busy is not None
+                self._upload(self.busy, marker=not last)
+                if last:
                     return
-                self._upload(self.busy, marker=True)
 
     def _upload(self, folder: Path, *, marker: bool) -> None:
         start = time.monotonic()
         for pause in (*TRIES_S, None):
+            last = pause is None or self._hurried.is_set()
             try:
                 upload_folder(folder, self._url, marker=marker)
             except Exception as error:  # noqa: BLE001 (each file system has errors of its own)
                 told = f"{folder.name} was not uploaded to {self._url}: {error}"
-                if pause is None or self._next is not None:  # a newer one is there
+                if last or self._next is not None:  # a newer one is there
                     logger.error("%s; going on without", told)
                     return
                 logger.warning("%s; trying again in %.0f s", told, pause)
-                time.sleep(pause)
+                self._hurried.wait(pause)
             else:
                 seconds = time.monotonic() - start
                 logger.info("uploaded %s to %s, %.1f s", folder.name, self._url, seconds)

@@ -21,12 +21,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from dflash_ddp.config import ConfigError, SplitConfig
+
+if TYPE_CHECKING:  # it knows launches
+    from dflash_ddp.jobstore import JobStore
 
 logger = logging.getLogger(__name__)
 
@@ -157,40 +160,6 @@ def plan_topology(split: SplitConfig, launch: Launch) -> Topology:
     return Topology(target_ranks, tuple(drafter_ranks), colocated=False)
 
 
-class JobStore:
-    """The job's TCPStore; keys lie under run id and restart count: a restart finds none of the old.
-
-    Two connections: torch's groups wait inside the store for minutes, and hold the lock of theirs
-    meanwhile. Both are opened at once, before anything runs: a new one can stall the store for
-    seconds where its host asks a name server that does not answer.
-    """
-
-    def __init__(self, launch: Launch) -> None:
-        """Reach the store, after starting it if no agent holds it.
-
-        Raises:
-            torch.distributed.DistError: nobody answers, or the port is taken; names host and port.
-        """
-
-        def connect(port: int, *, is_master: bool) -> TCPStore:
-            return TCPStore(
-                launch.store_host,
-                port,
-                world_size=launch.world_size,  # without it, torch lets a retry wait up to 30 s
-                is_master=is_master,
-                wait_for_workers=False,
-                timeout=START_LIMIT,
-            )
-
-        first = connect(launch.store_port, is_master=launch.hosts_store)
-        second = connect(first.port, is_master=False)
-        prefix = f"dflash/{launch.run_id}/{launch.restart_count}"
-        self.control = PrefixStore(f"{prefix}/control", first)
-        """For `Control`, all threads of it; on the host it holds the server."""
-        self.groups = PrefixStore(f"{prefix}/groups", second)
-        """For torch's process groups."""
-
-
 @dataclass(slots=True)
 class World:
     """The live job as this rank sees it."""
@@ -207,7 +176,7 @@ class World:
 def init_world(
     topology: Topology,
     launch: Launch,
-    store: JobStore,
+    store: "JobStore",
     *,
     device_type: str,
     share_gpu: bool = False,
@@ -328,13 +297,6 @@ def _bind_gpu(launch: Launch, share_gpu: bool) -> torch.device:
     device = torch.device("cuda", launch.local_rank % seen)
     torch.cuda.set_device(device)
     return device
-
-
-def peak_gib(device: torch.device) -> float | None:
-    """Most memory allocated so far; None on a CPU. Asks the allocator, not the GPU."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.max_memory_allocated(device) / 2**30
 
 
 def close_world(world: World) -> None:

@@ -19,7 +19,8 @@ from dflash_ddp.channel import FeatureReceiver, FeatureSender
 from dflash_ddp.config import SplitConfig
 from dflash_ddp.control import Control
 from dflash_ddp.log import exit_on_error, setup_logging
-from dflash_ddp.world import JobStore, close_world, init_world, plan_topology, read_launch
+from dflash_ddp.jobstore import JobStore
+from dflash_ddp.world import close_world, init_world, plan_topology, read_launch
 
 SLOT_BYTES = 4096
 pytestmark = pytest.mark.dist

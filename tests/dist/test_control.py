@@ -17,7 +17,8 @@ import dflash_ddp.control
 from dflash_ddp.config import SplitConfig
 from dflash_ddp.control import Control
 from dflash_ddp.log import exit_on_error, setup_logging
-from dflash_ddp.world import JobStore, close_world, init_world, plan_topology, read_launch
+from dflash_ddp.jobstore import JobStore
+from dflash_ddp.world import close_world, init_world, plan_topology, read_launch
 
 
 def start(
@@ -193,6 +194,14 @@ def test_the_store_may_go_when_all_are_done():
     outcomes = run_ranks(leave_late, 3, store_in_rank0=True)
     assert outcomes[1].ended_at > outcomes[0].ended_at + 3
     assert not any("the job ends" in outcome.output for outcome in outcomes)
+
+
+def test_a_port_that_is_taken_is_named():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+    with pytest.raises(dist.DistError, match=rf"port: {server.port}\b.*address already in use"):
+        JobStore(read_launch(env))
 
 
 def one_process(rank: int) -> tuple:

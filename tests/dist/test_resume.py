@@ -11,6 +11,7 @@ from ranks import report
 from runs import assert_equal_state, rows, state
 from training import train
 
+import dflash_ddp.drafter.worker
 from dflash_ddp.compiling import cache_directory
 
 pytestmark = pytest.mark.dist
@@ -90,6 +91,28 @@ def test_another_number_of_drafters_is_refused_or_goes_on_with_the_same_packs(ma
         assert (ours[name] - tensor).abs().max() <= 1e-3 * tensor.abs().max() + 1e-12, name
 
 
+def load_another_step() -> None:
+    """A node with outputs of its own, where a checkpoint of this name holds other weights."""
+    load = dflash_ddp.drafter.worker.load_tensors
+
+    def load_tensors(folder: Path, *args: object) -> None:
+        load(folder.with_name("step_00000004"), *args)
+
+    dflash_ddp.drafter.worker.load_tensors = load_tensors
+
+
+def test_a_rank_that_loads_other_weights_is_named(material, whole):
+    copy = material.output("other weights")
+    cut(whole[2], 5, copy)
+    before = (copy / "metrics.jsonl").read_bytes()
+    events = {(2, "build drafter", 1): load_another_step}
+    outcomes = train(3, material.overrides(copy.name, *RUN, *TWO), events, check=False)
+    assert {outcome.exit_code for outcome in outcomes} == {13}, report(outcomes)
+    text = "step_00000005 holds other weights or moments on drafter ranks [2] than on rank 1"
+    assert report(outcomes).count(text) == 1, report(outcomes)
+    assert (copy / "metrics.jsonl").read_bytes() == before
+
+
 CHANGES = {
     "optim.lr=1e-3": "optim.lr: 0.002 in the checkpoint, 0.001 now",
     "optim.beta2=0.99": "optim.beta2: 0.95 in the checkpoint, 0.99 now",
@@ -119,7 +142,7 @@ def test_each_change_is_named_and_a_changed_template_and_text_too(material, whol
     more = [*CHANGES, f"target.path={target}", f"data.path={data}"]
     outcomes = train(2, material.overrides("whole one", *RUN, *ONE, *more), check=False)
     text = "".join(outcome.output for outcome in outcomes)
-    for line in (*CHANGES.values(), "target chat template: ", "data content: ", "data.path: "):
+    for line in (*CHANGES.values(), "target chat template: ", "data content: ", "data tokens: ", "data.path: "):
         assert text.count(line) == 1, (line, text)
     assert json.loads((whole[1] / "checkpoints/step_00000012/trainer.json").read_text())["step"] == 12
 

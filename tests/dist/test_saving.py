@@ -3,22 +3,27 @@
 import errno
 import json
 import os
+import re
 import resource
 import shutil
+import signal
 import socket
+import threading
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 from material import STEPS
 from ranks import report
-from runs import rows, state
+from runs import all_rows, rows, state
 from safetensors.torch import load_file
 from training import train
 
 import dflash_ddp.drafter.saving
 import dflash_ddp.upload
 from dflash_ddp.checkpoint import complete_checkpoints
+from dflash_ddp.disk import flush
 from dflash_ddp.drafter.saving import best_step
 
 pytestmark = pytest.mark.dist
@@ -55,12 +60,26 @@ def set_environment(env: dict[str, str]) -> None:
     fsspec.config.set_conf_env(fsspec.config.conf)
 
 
+def keep_rows_from_disk() -> None:
+    """A checkpoint whose rows a power loss would take is not put in place."""
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EIO, f"{path} is not on disk")
+
+    dflash_ddp.drafter.saving.flush = refuse
+
+
+def let_rows_be_flushed() -> None:
+    dflash_ddp.drafter.saving.flush = flush
+
+
 def trouble(kind: str, output: Path) -> tuple:
     """What breaks the disk, and what mends it."""
     checkpoints = output / "checkpoints"
     return {
         "full": (fill_disk, empty_disk),
         "refuses": (partial(block, checkpoints), checkpoints.unlink),
+        "rows not on disk": (keep_rows_from_disk, let_rows_be_flushed),
         "folder gone": (partial(shutil.rmtree, output), hurry),
     }[kind]
 
@@ -69,7 +88,7 @@ def saved_steps(output: Path) -> list[int]:
     return sorted(int(p.name[-8:]) for p in (output / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("kind", ["full", "refuses", "folder gone"])
+@pytest.mark.parametrize("kind", ["full", "refuses", "rows not on disk", "folder gone"])
 def test_training_goes_on_without_a_disk_and_saves_when_it_is_back(material, kind):
     output = material.output(f"disk {kind}")
     breaks, mends = trouble(kind, output)
@@ -80,7 +99,7 @@ def test_training_goes_on_without_a_disk_and_saves_when_it_is_back(material, kin
         assert saved_steps(output) == [4, 6, 8], report(outcomes)
         assert f"{output} is gone: it is made anew" in text
     else:
-        assert saved_steps(output) == ([2, 8] if kind == "full" else [8]), report(outcomes)
+        assert saved_steps(output) == ([8] if kind == "refuses" else [2, 8]), report(outcomes)
         for step in (4, 6):
             assert f"checkpoint of step {step} cannot be written" in text
         assert text.count("trying again at the next one") == 2
@@ -88,6 +107,34 @@ def test_training_goes_on_without_a_disk_and_saves_when_it_is_back(material, kin
     made = [row["step"] for row in rows(output) if "train/loss" in row]
     assert made[-5:] == [4, 5, 6, 7, 8]
     assert kind == "folder gone" or made[:3] == [1, 2, 3]
+
+
+def slow_disk(seconds: float) -> None:
+    """A checkpoint takes so long to write."""
+    write = dflash_ddp.drafter.saving.write_checkpoint
+
+    def write_slowly(*args: object, **options: object) -> Path:
+        time.sleep(seconds)
+        return write(*args, **options)
+
+    dflash_ddp.drafter.saving.write_checkpoint = write_slowly
+    dflash_ddp.drafter.saving.REPORT_EVERY_S = 0.2
+
+
+def test_a_write_stalls_training_only_if_the_next_one_is_due_and_then_says_so(material):
+    for seconds in (0.5, 1.5):
+        output = material.output(f"slow disk {seconds}")
+        events = {(DRAFTER, "build drafter", 1): partial(slow_disk, seconds)}
+        overrides = material.overrides(output.name, *SPLIT, "checkpoint.every=4")
+        text = train(2, overrides, events, pace_s=0.25)[DRAFTER].output
+        found = [row for row in all_rows(output) if "checkpoint/stall_s" in row]
+        assert all(row["checkpoint/write_s"] > seconds for row in found)
+        told = "s for the checkpoint of step 4, whose write is not finished"
+        if seconds < 1:
+            assert 0 <= found[0]["checkpoint/stall_s"] < 0.2
+            assert told not in text
+        else:
+            assert told in text
 
 
 def shrink_disk() -> None:
@@ -111,6 +158,36 @@ def test_a_disk_too_small_for_keep_last_keeps_the_newest(material):
     assert "has no space for checkpoint.keep_last=3 and one more" in outcomes[DRAFTER].output
 
 
+def refuse_export(room_for: int) -> None:
+    """A copy stops half-way on a disk that has room for `export/` beside so many checkpoints only."""
+    copy = shutil.copytree
+
+    def copy_or_fail(source: Path, work: Path, **options: object) -> None:
+        copy(source, work, **options)
+        if len(complete_checkpoints(source.parent)) > room_for:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    dflash_ddp.drafter.saving.shutil.copytree = copy_or_fail
+
+
+@pytest.mark.parametrize("room_for", [1, 0])
+def test_an_export_on_a_full_disk_is_tried_again_like_the_last_checkpoint(material, room_for):
+    output = material.output(f"full export {room_for}")
+    events = {(DRAFTER, "build drafter", 1): partial(refuse_export, room_for)}
+    events[DRAFTER, "train step", 1] = hurry
+    overrides = material.overrides(output.name, *SPLIT, "checkpoint.export=last")
+    outcomes = train(2, overrides, events, check=False)
+    assert saved_steps(output) == [8], report(outcomes)
+    assert not (output / ".tmp-export").exists()
+    if room_for:
+        assert (output / "export" / "model.safetensors").exists()
+        assert {outcome.exit_code for outcome in outcomes} == {0}, report(outcomes)
+    else:
+        assert {outcome.exit_code for outcome in outcomes} == {13}, report(outcomes)
+        cause = json.loads((output / "failure.json").read_text())["cause"]
+        assert "export/ cannot be written" in cause
+
+
 def metrics(output: Path) -> list[str]:
     return (output / "metrics.jsonl").read_text().splitlines()
 
@@ -131,6 +208,17 @@ def test_a_run_ends_with_an_error_if_told_so_or_if_nothing_comes_after(material,
     outcomes = train(2, overrides, events, check=False)
     assert {outcome.exit_code for outcome in outcomes} == {13}, report(outcomes)
     assert text in json.loads((output / "failure.json").read_text())["cause"]
+
+
+@pytest.mark.parametrize(("steps", "saved"), [(7, [5, 7]), (3, [3])])
+def test_the_last_step_is_saved_wherever_it_falls(material, steps, saved):
+    output = material.output(f"ends at {steps}")
+    more = ["split=1t1d", f"steps={steps}", "checkpoint.every=5", "eval.every=0"]
+    outcomes = train(2, material.overrides(output.name, *more))
+    assert saved_steps(output) == saved, report(outcomes)
+    exported = load_file(output / "export" / "model.safetensors")
+    last = state(output, steps)
+    assert all((last[f"master.{name}"] == weights).all() for name, weights in exported.items())
 
 
 def test_the_best_drafter_is_kept_and_exported(material):
@@ -187,6 +275,35 @@ def test_an_upload_that_fails_never_stops_training(material, tmp_path):
     assert "step_00000008 was not uploaded to" in text, report(outcomes)
     assert "going on without" in text
     assert saved_steps(material.output("no way"))[-1] == 8
+
+
+def hang(*_args: object, **_options: object) -> None:
+    threading.Event().wait()
+
+
+def upload_to_nowhere(kind: str) -> None:
+    """Uploads fail, with the long pauses of real runs between the tries, or never come back."""
+    dflash_ddp.upload.AFTER_STOP_S = 1.0
+    if kind == "hangs":
+        dflash_ddp.upload.upload_folder = hang
+
+
+def test_an_upload_never_holds_up_a_stop(material, tmp_path):
+    """Wandb and the summary come before it, and the end within seconds."""
+    (tmp_path / "far").write_text("in the way")
+    more = ["steps=500", "checkpoint.every=0", f"checkpoint.upload=file://{tmp_path}/far"]
+    for kind, said in (
+        ("fails", "export was not uploaded to"),
+        ("hangs", "told to stop: the upload of"),
+    ):
+        events = {(DRAFTER, "build drafter", 1): partial(upload_to_nowhere, kind)}
+        events |= {(DRAFTER, "train step", 4): signal.SIGTERM}
+        overrides = material.overrides(f"stop {kind}", *SPLIT, *more)
+        outcome = train(2, overrides, events, pace_s=0.1)[DRAFTER]
+        assert said in outcome.output, outcome.output
+        assert outcome.output.index("dev: steps=") < outcome.output.index(said)
+        (at,) = re.findall(r"happens at ([\d.]+)\n(?!.*happens)", outcome.output, re.DOTALL)
+        assert outcome.ended_at - float(at) < 8, outcome.output
 
 
 def test_upload_to_s3(material, monkeypatch):

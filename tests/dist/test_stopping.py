@@ -30,6 +30,8 @@ STOPS = {
     "one drafter": {(3, "train step", 2): signal.SIGINT},
     "all": {(r, "train step" if r > 1 else "forward item", 2 if r > 1 else 14): signal.SIGTERM for r in range(4)},
     "in an evaluation": {(2, "evaluate at step 5", 1): signal.SIGTERM},
+    "in the first step": {(2, "train step 0", 1): signal.SIGTERM},
+    "in a save": {(2, "save step 3", 1): signal.SIGTERM},
 }
 
 
@@ -37,7 +39,8 @@ STOPS = {
 def test_a_signal_stops_all_at_one_step_and_the_run_goes_on_exactly(material, whole, case):
     name = f"stopped {case}"
     folder = material.output(name)
-    outcomes = train(4, material.overrides(name, *SPLIT), STOPS[case], pace_s=0.2)
+    more = ["checkpoint.every=3", "checkpoint.keep_last=1"] if case == "in a save" else []
+    outcomes = train(4, material.overrides(name, *SPLIT, *more), STOPS[case], pace_s=0.2)
     (step,) = checkpoints(folder)
     assert 0 < step < STEPS, report(outcomes)
     assert f"stopped after {step} of {STEPS} steps" in outcomes[2].output, report(outcomes)

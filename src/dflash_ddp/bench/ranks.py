@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from dflash_ddp.config import SplitConfig
 from dflash_ddp.control import Control
+from dflash_ddp.jobstore import JobStore
 from dflash_ddp.settings import Options
 from dflash_ddp.world import (
-    JobStore,
     World,
     close_world,
     init_world,

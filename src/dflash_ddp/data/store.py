@@ -37,7 +37,7 @@ from dflash_ddp.data.report import count_row, format_report, length_bins, new_re
 from dflash_ddp.data.tokenising import TokenisedRow, tokenised_rows
 from dflash_ddp.disk import flush
 
-FORMAT = 3
+FORMAT = 4
 """Part of the hash: raise it when the code gives other ids, masks or files for the same input."""
 
 _LOG_EVERY_ROWS = 20_000
@@ -52,6 +52,7 @@ class DocumentStore:
     Attributes:
         path: the directory.
         fingerprint: hash of all that decides the content; the directory's name.
+        content: hash of the content itself. A template may print the date.
         lengths: int32 [num_documents], tokens of each document.
         report: counts and settings of the run that wrote it (see `format_report`).
 
@@ -67,6 +68,7 @@ class DocumentStore:
         try:
             self.report: dict[str, Any] = json.loads(report.read_text())
             self.fingerprint: str = self.report["fingerprint"]
+            self.content: str = self.report["content"]
             self._offsets = np.fromfile(self.path / "offsets.bin", dtype="<i8")
             self._ids = np.asarray(np.memmap(self.path / "tokens.bin", dtype="<i4", mode="r"))
             mask = np.memmap(self.path / "loss_mask.bin", dtype=bool, mode="r")
@@ -243,7 +245,7 @@ def _write(
 def _write_rows(
     partial: Path, rows: Generator[TokenisedRow, None, None], report: dict[str, Any]
 ) -> None:
-    offsets = [0]
+    offsets, content = [0], hashlib.blake2b(digest_size=16)
     with (
         (partial / "tokens.bin").open("wb") as ids,
         (partial / "loss_mask.bin").open("wb") as loss_mask,
@@ -251,8 +253,12 @@ def _write_rows(
     ):
         for place, documents, rejected in rows:
             for document in documents:
-                ids.write(document.ids.astype("<i4", copy=False).tobytes())
-                loss_mask.write(document.loss_mask.tobytes())
+                for file, values in (
+                    (ids, document.ids.astype("<i4", copy=False)),
+                    (loss_mask, document.loss_mask),
+                ):
+                    file.write(values.tobytes())
+                    content.update(values.tobytes())
                 origins.write(f"{place}\n")
                 offsets.append(offsets[-1] + len(document.ids))
             count_row(report, place, documents, rejected)
@@ -260,4 +266,6 @@ def _write_rows(
                 logger.info("tokenised %d rows", report["num_rows"])
     starts = np.array(offsets, dtype="<i8")
     starts.tofile(partial / "offsets.bin")
+    content.update(starts.tobytes())
+    report["content"] = content.hexdigest()
     report["lengths"] = length_bins(np.diff(starts), report["max_length"])

@@ -2,7 +2,7 @@
 
 In: the state of a step. Out: a checkpoint on disk, older ones rotated away, and at the end `export/`. A write that
 fails says so and is made good by the next one, unless `checkpoint.on_error` says stop; the last one of a run is tried
-again a few times and then ends the run, since nothing comes after it. The first drafter rank saves.
+again a few times and then ends the run, since nothing comes after it; so is `export/`. The first drafter rank saves.
 """
 
 import logging
@@ -10,6 +10,9 @@ import shutil
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,8 +32,9 @@ from dflash_ddp.checkpoint import (
 )
 from dflash_ddp.config import OnError
 from dflash_ddp.control import Control
+from dflash_ddp.disk import flush
 from dflash_ddp.log import exit_on_error
-from dflash_ddp.metrics_file import heldout_row
+from dflash_ddp.metrics_file import METRICS_FILE, heldout_row
 from dflash_ddp.model_card import model_card
 from dflash_ddp.native import native_config
 from dflash_ddp.startup import Run
@@ -38,8 +42,10 @@ from dflash_ddp.upload import Uploader
 
 logger = logging.getLogger(__name__)
 
+REPORT_EVERY_S = 10.0
+"""How often a write that training waits for is told of."""
 LAST_TRIES_S = (1.0, 4.0, 10.0)
-"""Pauses between the tries to write the last checkpoint of a run."""
+"""Pauses between the tries to write the last checkpoint of a run, and `export/`."""
 
 
 def best_step(accept_lengths: dict[int, float | None]) -> int | None:
@@ -79,14 +85,23 @@ class Saver:
         events = self._copy.take()
         self._stall_s = time.monotonic() - start
         self._thread = threading.Thread(
-            target=self._write, args=(state, events, best, last), name="save", daemon=True
+            target=self._write,
+            args=(state, events, best, last),
+            name=f"the checkpoint of step {state.step}",
+            daemon=True,
         )
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the write in progress has ended."""
-        if self._thread is not None:
-            self._thread.join()
+        """Until the write in progress has ended; says now and then that training waits for it."""
+        start = time.monotonic()
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(REPORT_EVERY_S)
+            if self._thread.is_alive():
+                logger.warning(
+                    "training has waited %.0f s for %s, whose write is not finished",
+                    *(time.monotonic() - start, self._thread.name),
+                )
 
     def metrics(self) -> dict[str, float]:
         """Of the writes that ended since the last call, for the next row."""
@@ -109,7 +124,8 @@ class Saver:
                 end.synchronize()
                 self._stall_s += begin.elapsed_time(end) / 1000
             start = time.monotonic()
-            folder = self._try_to_write(state, best, last)
+            what = threading.current_thread().name
+            folder = self._try(what, partial(self._checkpoint, state), best, last=last)
             if folder is None:
                 return
             write_s = time.monotonic() - start
@@ -125,8 +141,22 @@ class Saver:
             if self._uploader is not None:
                 self._uploader.offer(folder)
 
-    def _try_to_write(self, state: TrainerState, best: int | None, last: bool) -> Path | None:
-        """The checkpoint; None if it cannot be written and training goes on.
+    def _checkpoint(self, state: TrainerState) -> Path:
+        run = self._run
+        return write_checkpoint(
+            self._checkpoints,
+            self._copy.tensors,
+            state,
+            native_config=native_config(
+                run.shape, run.spec, run.found.capture_layers, run.drafter_dtype
+            ),
+            dtype=run.drafter_dtype,
+        )
+
+    def _try(
+        self, what: str, write: Callable[[], Path], best: int | None, *, last: bool
+    ) -> Path | None:
+        """What is written; None if it cannot be written and training goes on.
 
         Raises:
             RuntimeError: training does not go on.
@@ -138,22 +168,16 @@ class Saver:
             pause = pauses.pop(0)
             try:
                 run.own_folder.keep()
-                return write_checkpoint(
-                    self._checkpoints,
-                    self._copy.tensors,
-                    state,
-                    native_config=native_config(
-                        run.shape, run.spec, run.found.capture_layers, run.drafter_dtype
-                    ),
-                    dtype=run.drafter_dtype,
-                )
+                with suppress(FileNotFoundError):
+                    flush(run.folder / METRICS_FILE)  # no resume may find rows missing
+                return write()
             except (OSError, SafetensorError) as error:
                 self._num_failed += 1
                 if "No space left" in str(error) and self._make_room(best):
                     pauses.insert(0, pause)
                     pause = 0.0
                 self._metrics.append({"checkpoint/failed": self._num_failed})
-                text = f"the checkpoint of step {state.step} cannot be written: {error}"
+                text = f"{what} cannot be written: {error}"
                 stops = run.config.checkpoint.on_error is OnError.stop
                 if stops or (last and pause is None):
                     raise RuntimeError(text) from error
@@ -184,7 +208,7 @@ class Saver:
             logger.error("old checkpoints cannot be deleted: %s", error)
 
     def finish(self, step: int, best: int | None) -> int | None:
-        """Write `export/`, wait for uploads; the step of the drafter in it, None before any.
+        """Write `export/`; the step of the drafter in it, None before any.
 
         Args:
             step: the last one saved.
@@ -192,7 +216,6 @@ class Saver:
         """
         self.wait()
         self._run.own_folder.check()
-        export = self._run.folder / "export"
         exported = next(
             (s for s in (best, step) if s and step_folder(self._checkpoints, s).is_dir()), None
         )
@@ -200,18 +223,28 @@ class Saver:
             return None
         if best not in (None, exported):
             logger.warning("the checkpoint of the best step %d is gone", best)
-        work = export.with_name(".tmp-export")
-        shutil.rmtree(work, ignore_errors=True)
-        shutil.copytree(
-            step_folder(self._checkpoints, exported),
-            work,
-            ignore=shutil.ignore_patterns("trainer.*"),
-        )
-        run = self._run
-        heldout = heldout_row(run.folder, exported)
-        card = model_card(run.config, run.shape, step=exported, heldout=heldout, form="native")
-        (work / "README.md").write_text(card, encoding="utf-8")
-        put_in_place(work, export)
-        if self._uploader is not None:
-            self._uploader.close(export)
+        self._try("export/", partial(self._export, exported), best, last=True)
         return exported
+
+    def _export(self, step: int) -> Path:
+        run, place = self._run, self._run.folder / "export"
+        work = place.with_name(".tmp-export")
+        shutil.rmtree(work, ignore_errors=True)
+        checkpoint = step_folder(self._checkpoints, step)
+        card = model_card(
+            run.config, run.shape, step=step, heldout=heldout_row(run.folder, step), form="native"
+        )
+        try:
+            shutil.copytree(checkpoint, work, ignore=shutil.ignore_patterns("trainer.*"))
+            (work / "README.md").write_text(card, encoding="utf-8")
+            put_in_place(work, place)
+        except OSError:
+            shutil.rmtree(work, ignore_errors=True)  # failure.json may need the room
+            raise
+        return place
+
+    def upload_rest(self, *, stopped: bool) -> None:
+        """Wait for uploads, of `export/` too; it may take long, or be cut short: nothing is due after it."""
+        export = self._run.folder / "export"
+        if self._uploader is not None and export.is_dir():
+            self._uploader.close(export, stopped=stopped)

@@ -18,8 +18,9 @@ from dflash_ddp.accept import AcceptTally
 from dflash_ddp.control import Control
 from dflash_ddp.drafter.metrics import empty_sums, step_metrics
 from dflash_ddp.lanes import Mark, mark, seconds_between
+from dflash_ddp.profiling import peak_gib
 from dflash_ddp.runlog import RunLog
-from dflash_ddp.world import World, peak_gib
+from dflash_ddp.world import World
 
 
 class Pending(NamedTuple):

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dflash_ddp.accept import AcceptTally
-from dflash_ddp.checkpoint import TrainerState, load_tensors, read_state
+from dflash_ddp.checkpoint import TrainerState, load_tensors, read_state, state_sum
 from dflash_ddp.compiling import compile_now, require_compiler
-from dflash_ddp.config import Export
+from dflash_ddp.config import ConfigError, Export
 from dflash_ddp.control import Control
 from dflash_ddp.costs import find_gpu
 from dflash_ddp.drafter.badsteps import BadSteps
@@ -93,6 +93,11 @@ class DrafterWorker:
         if config.drafter.compile or (config.drafter.compile is None and cuda):
             self._compile()
         self.trained = self._data_parallel()
+        state: TrainerState | None = None
+        if run.found.checkpoint is not None:
+            state = read_state(Path(run.found.checkpoint))
+            load_tensors(Path(run.found.checkpoint), self.model, self.optimizer)
+            self._check_same_state(run.found.checkpoint)
         self.log: RunLog | None = None
         if self.ordinal == 0:
             gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -102,10 +107,6 @@ class DrafterWorker:
         self.saver: Saver | None = None
         if self.ordinal == 0:
             self.saver = Saver(run, control, self.model, self.optimizer)
-        state: TrainerState | None = None
-        if run.found.checkpoint is not None:
-            state = read_state(Path(run.found.checkpoint))
-            load_tensors(Path(run.found.checkpoint), self.model, self.optimizer)
         self.accept_lengths = dict(state.accept_lengths) if state else {}
         num_bad = state.bad_steps if state else 0
         self.bad_steps = BadSteps(run, world.rank, speaks=self.ordinal == 0, count=num_bad)
@@ -120,6 +121,24 @@ class DrafterWorker:
         )  # last: time runs from here
         if state is not None:
             self.steplog.restore(state.sums, self.ordinal)
+
+    def _check_same_state(self, checkpoint: str) -> None:
+        """After a checkpoint is loaded: nodes that do not share their outputs may have other files.
+
+        Raises:
+            ConfigError: on the first drafter rank; names the others.
+        """
+        own, ranks = state_sum(self.model, self.optimizer), self.world.topology.drafter_ranks
+        sums = [torch.empty_like(own) for _ in ranks]
+        # Who meets: all drafter ranks, once; one that could not load ends the job.
+        dist.all_gather(sums, own, group=self.world.drafter_group)
+        first, *others = torch.cat(sums).tolist()
+        wrong = [rank for rank, other in zip(ranks[1:], others, strict=True) if other != first]
+        if wrong and self.ordinal == 0:
+            raise ConfigError(
+                f"{checkpoint} holds other weights or moments on drafter ranks {wrong} than on rank "
+                f"{ranks[0]}: their nodes have other files there; share output_dir, or copy it"
+            )
 
     def _other_values(self, step: int) -> dict[str, float]:
         """Values of a row that others than the step log know."""

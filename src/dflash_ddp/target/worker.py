@@ -12,13 +12,13 @@ from dflash_ddp.channel import FeatureSender
 from dflash_ddp.compiling import compile_now, require_compiler, require_main_thread
 from dflash_ddp.control import Control
 from dflash_ddp.costs import SENDER_SLOTS
-from dflash_ddp.profiling import StepProfiler
+from dflash_ddp.profiling import StepProfiler, peak_gib
 from dflash_ddp.startup import Run
 from dflash_ddp.target.capture import Target, check_features, compile_rows
 from dflash_ddp.target.compiled import compile_layers
 from dflash_ddp.target.model import load_target, random_target
 from dflash_ddp.target.tables import read_config
-from dflash_ddp.world import World, peak_gib
+from dflash_ddp.world import World
 
 logger = logging.getLogger(__name__)
 
