@@ -11,18 +11,9 @@ import pytest
 import yaml
 
 from dflash_ddp import report
+from dflash_ddp.charts import HEIGHT, LEFT, MAX_POINTS, TOP, WIDTH, Series, chart, thinned, ticks
 from dflash_ddp.plan import load_config
-from dflash_ddp.report import (
-    FILE,
-    HEIGHT,
-    LEFT,
-    TOP,
-    read_run,
-    thinned,
-    ticks,
-    write_or_warn,
-    write_report,
-)
+from dflash_ddp.report import FILE, read_run, write_or_warn, write_report
 from dflash_ddp.settings import resolved
 
 STEPS = 30
@@ -99,31 +90,31 @@ def svg(text: str, title: str) -> ET.Element:
 
 def test_a_curve_goes_through_the_logged_values(runs, tmp_path):
     """Read back by the chart's own axis labels: a straight loss from 4 at step 1 to 1 at step 30."""
-    chart = svg(page(runs[:1], tmp_path), "Loss")
+    drawn = svg(page(runs[:1], tmp_path), "Loss")
     labels = [
         (float(t.get("y")) - 4, float(t.text))
-        for t in chart.iter("text")
+        for t in drawn.iter("text")
         if float(t.get("x")) < LEFT
     ]
     (y_a, low), (y_b, high) = labels[0], labels[-1]
     points = [
-        tuple(map(float, p.split(","))) for p in next(chart.iter("polyline")).get("points").split()
+        tuple(map(float, p.split(","))) for p in next(drawn.iter("polyline")).get("points").split()
     ]
     assert len(points) == STEPS
     values = [low + (y - y_a) * (high - low) / (y_b - y_a) for _, y in points]
     assert values[0] == pytest.approx(4, abs=0.03)
     assert values[-1] == pytest.approx(1, abs=0.03)
     assert values[14] == pytest.approx(4 - 3 * 14 / 29, abs=0.03)
-    assert all(LEFT <= x <= report.WIDTH and TOP - 0.1 <= y <= HEIGHT for x, y in points)
-    titles = [title.text for title in chart.iter("title")]
+    assert all(LEFT <= x <= WIDTH and TOP - 0.1 <= y <= HEIGHT for x, y in points)
+    titles = [title.text for title in drawn.iter("title")]
     assert titles[0] == "train/loss, 1: 4"
     assert titles[-1] == "train/loss, 30: 1"
 
 
 def test_first_losses_far_above_all_others_do_not_flatten_the_curve():
     points = [(step, 1000.0 if step == 0 else 3.0 + step % 2) for step in range(200)]
-    chart = svg(report.chart("Loss", "nats", [report.Series("s", points, 0)]), "Loss")
-    highest = max(float(t.text) for t in chart.iter("text") if float(t.get("x")) < LEFT)
+    drawn = svg(chart("Loss", "nats", [Series("s", points, 0)]), "Loss")
+    highest = max(float(t.text) for t in drawn.iter("text") if float(t.get("x")) < LEFT)
     assert highest < 10
 
 
@@ -157,7 +148,7 @@ def test_a_run_at_work_can_be_read(tmp_path):
 def test_long_curves_are_thinned_to_means_and_keep_their_end():
     points = [(float(step), float(step % 2)) for step in range(1, 10_001)]
     few = thinned(points)
-    assert len(few) <= report.MAX_POINTS + 1
+    assert len(few) <= MAX_POINTS + 1
     assert few[-1] == points[-1]
     assert sum(y for _, y in few[:-1]) / (len(few) - 1) == pytest.approx(0.5, abs=0.02)
     assert [x for x, _ in few] == sorted({x for x, _ in few})
@@ -179,10 +170,23 @@ def test_the_command_says_where_it_wrote_or_what_is_wrong(runs, tmp_path, monkey
     monkeypatch.setattr(sys, "argv", ["report", *words])
     report.main()
     assert capsys.readouterr().out == f"{tmp_path / 'x.html'}\n"
-    for bad, expected in (([f"run={tmp_path}"], "no metrics.jsonl"), (["runs=1"], "usage")):
+    for bad, expected in (
+        ([f"run={tmp_path}"], "no metrics.jsonl"),
+        (["runs=1"], "runs=1 is no setting; did you mean run?"),
+        ([], "give run=<dir>"),
+        (["run=a", "run=b,c"], "run is given 2 times: give it once; several values: run=a,b,c"),
+    ):
         monkeypatch.setattr(sys, "argv", ["report", *bad])
-        with pytest.raises(SystemExit, match=expected):
+        with pytest.raises(SystemExit, match="2"):
             report.main()
+        assert expected in capsys.readouterr().err
+
+
+def test_a_folder_with_commas_in_its_name_is_one_run(tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "split=5t3d,optim.lr=0.001", 1e-3)
+    monkeypatch.setattr(sys, "argv", ["report", f"run={folder}"])
+    report.main()
+    assert (folder / FILE).is_file()
 
 
 def test_a_damaged_file_costs_a_run_no_more_than_its_report(tmp_path, caplog):

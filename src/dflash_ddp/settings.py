@@ -6,6 +6,7 @@ Unknown keys, wrong types and values out of bounds are refused with key, value a
 import difflib
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
@@ -18,6 +19,7 @@ from yaml import YAMLError
 
 from dflash_ddp.config import TILE, Config, ConfigError
 from dflash_ddp.redaction import redact
+from dflash_ddp.usage import usage
 
 Options = TypeVar("Options")
 
@@ -177,16 +179,32 @@ def saved_settings(run: Path) -> Config:
 
 
 def command_line(schema: type[Options], arguments: list[str]) -> Options:
-    """`key=value` arguments of a small command -> an instance of its dataclass.
+    """`key=value` arguments of a small command -> an instance of its dataclass; lists stand between commas.
 
     Raises:
-        ConfigError: an argument without value, an unknown key, or a wrong type.
+        ConfigError: an argument without value, an unknown key, one given twice, or a wrong type.
+        SystemExit: `--help` has been answered.
     """
+    if {"--help", "-h"} & set(arguments):
+        sys.stdout.write(usage(schema))
+        raise SystemExit(0)
     if bare := [argument for argument in arguments if "=" not in argument]:
         raise ConfigError(
             f"{bare[0]}: arguments are key=value; keys: {', '.join(setting_keys(schema))}"
         )
-    return _typed(schema, OmegaConf.from_dotlist(arguments))
+    lists = {k for k, kind in schema.__annotations__.items() if str(kind).startswith("list")}
+    given: dict[str, list[str]] = {}
+    for key, _, value in (argument.partition("=") for argument in arguments):
+        given.setdefault(key, []).append(value)
+    for key, values in given.items():
+        if len(values) > 1:
+            hint = f"; several values: {key}={','.join(values)}" if key in lists else ""
+            raise ConfigError(f"{key} is given {len(values)} times: give it once{hint}")
+    tree = OmegaConf.from_dotlist([f"{key}={v}" for key, (v,) in given.items() if key not in lists])
+    for key in given.keys() & lists:
+        (value,) = given[key]
+        tree[key] = value.split(",") if value else []
+    return _typed(schema, tree)
 
 
 def _typed(schema: type[Options], tree: DictConfig) -> Options:
