@@ -5,11 +5,13 @@
 
 from enum import Enum
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from dflash_ddp import config as schema
 from dflash_ddp import glossary
-from dflash_ddp.plan import load_config
-from dflash_ddp.settings import resolved
+from dflash_ddp.plan import compose_tree
 from dflash_ddp.train import CONF_DIR
 from dflash_ddp.usage import fields_of, value_text
 
@@ -27,14 +29,14 @@ def type_text(annotation: str) -> str:
 
 def configuration() -> str:
     """docs/configuration.md."""
-    defaults = resolved(load_config([]))
+    defaults: Any = OmegaConf.to_container(compose_tree([]))  # what follows another setting says so
     parts = [
         "# Every setting\n\n",
         _NOTE,
         "From `src/dflash_ddp/config.py`; a value that breaks a rule is refused with key, value and rule. *Default* is "
-        "that of\n`python -m dflash_ddp.train` without arguments. A group's files in `conf/` are chosen by name "
-        "(`drafter=like_target`), single\nsettings by dotted key (`drafter.block_size=8`); the latter win. What a "
-        "command would run: `--cfg job`.\n",
+        "that of\n`python -m dflash_ddp.train` without arguments; `${key}` follows that key. A group's files in "
+        "`conf/` are chosen by name\n(`drafter=like_target`), single settings by dotted key (`drafter.block_size=8`); "
+        "the latter win. What a command would run:\n`--cfg job`.\n",
     ]
     groups = [(name, kind) for name, kind, _ in fields_of(schema.Config) if kind.endswith("Config")]
     for group, kind in [("", "Config"), *groups]:

@@ -56,3 +56,12 @@ def test_commands_name_programs_and_settings_that_exist(page):
         swept = "--multirun" in words
         settings = [word.split(",")[0] if swept else word for word in pairs]
         load_config([word for word in settings if not word.startswith("hydra")])
+
+
+def test_a_default_that_follows_another_setting_says_so():
+    """Not what it comes to where nothing else is set."""
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    for key, followed in (("batches_per_step", "split.drafters"), ("output_dir", "name")):
+        assert re.search(
+            rf"^\| `{key}` \| \w+ \| `[^`|]*\$\{{{followed}\}}` \|", page, re.MULTILINE
+        )

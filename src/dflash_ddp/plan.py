@@ -275,10 +275,15 @@ def load_config(overrides: list[str]) -> Config:
     Raises:
         ConfigError: one of them cannot work.
     """
-    return parse(_compose(overrides))
+    return parse(compose_tree(overrides))
 
 
-def _compose(overrides: list[str]) -> DictConfig:
+def compose_tree(overrides: list[str]) -> DictConfig:
+    """The same before it is checked, with interpolations.
+
+    Raises:
+        ConfigError: a word, a group or a key is wrong.
+    """
     if wrong := override_problems(overrides):
         raise ConfigError("\n".join(wrong))
     try:
@@ -294,7 +299,7 @@ def read_settings(overrides: list[str]) -> tuple[Config, int | None]:
     Raises:
         ConfigError: one of them cannot work.
     """
-    tree = _compose(overrides)
+    tree = compose_tree(overrides)
     batches = None
     if not OmegaConf.is_interpolation(tree, "batches_per_step"):
         batches = OmegaConf.select(tree, "batches_per_step")
