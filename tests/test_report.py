@@ -1,9 +1,12 @@
 """The report: what it shows is what the run logged, in a file that needs nothing from outside."""
 
+import html
 import html.parser
 import itertools
 import json
 import re
+import shutil
+import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
@@ -194,3 +197,56 @@ def test_a_damaged_file_costs_a_run_no_more_than_its_report(tmp_path, caplog):
     (folder / "config.yaml").write_text("{{: [")
     write_or_warn(folder)
     assert "a file is damaged" in caplog.text
+
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+LOOK = """<script>
+const box = (one) => one.getBoundingClientRect(), all = (what) => [...document.querySelectorAll(what)];
+const words = (of, what) => [...of.querySelectorAll(what)];
+const colour = getComputedStyle(document.body);
+for (const one of all("details")) one.open = true;
+const facts = {
+  width: innerWidth,
+  needed: document.documentElement.scrollWidth,
+  ink: colour.color,
+  page: colour.backgroundColor,
+  charts: all("figure").length,
+  outside: all("figure").flatMap((figure) => words(figure, "text, .legend span, small").filter((one) =>
+    box(one).left < box(figure).left || box(one).right > box(figure).right ||
+    box(one).bottom > box(figure).bottom).map((one) => one.textContent)),
+  covered: all("figure").flatMap((figure) => words(figure, "text").filter((one) =>
+    box(one).top < box(figure.querySelector(".legend")).bottom).map((one) => one.textContent)),
+};
+parent.document.body.innerHTML = "<pre>" + JSON.stringify(facts) + "</pre>";
+</script></body>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on the PATH: apt-get install chromium")
+@pytest.mark.parametrize("width", [390, 1400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("number_of_runs", [1, 2])
+def test_a_browser_shows_all_of_it(tmp_path, number_of_runs, scheme, width):
+    """Nothing is wider than the window, no label leaves its chart or lies on its legend; in either colour scheme."""
+    folders = []
+    for number in range(number_of_runs):
+        name = f"split=5t3d,optim.lr=0.000{number},drafter.num_anchors=2048,drafter.block_size=16"
+        fast = f'{{"step": 30, "speed/tokens_per_s": 145000{number}, "memory/target_gib": 100.5}}\n'
+        folders.append(make_run(tmp_path / name, (1 + number) * 1e-4, more=fast))
+    inside = html.escape(page(folders, tmp_path).replace("</body>", LOOK))
+    frame = f'<iframe width="{width}" height="900" style="border: 0" srcdoc="{inside}"></iframe>'
+    (tmp_path / FILE).write_text(frame)  # a window is 500 pixels wide at least
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command += [f"--user-data-dir={tmp_path / 'browser'}", "--window-size=1500,900"]
+    command += ["--force-dark-mode"] if scheme == "dark" else []
+    command += ["--dump-dom", (tmp_path / FILE).as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    facts = json.loads(html.unescape(re.search(r"<pre>(.*)</pre>", shown.stdout)[1]))
+    assert facts["width"] == width
+    assert facts["needed"] <= width
+    assert facts["charts"] == 7
+    assert (facts["outside"], facts["covered"]) == ([], [])
+    ink, behind = (sum(map(int, re.findall(r"\d+", facts[key])[:3])) for key in ("ink", "page"))
+    assert (ink > behind) == (scheme == "dark")
+    assert abs(ink - behind) > 500

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 480, 230, 52, 24, 10
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 480, 230, 68, 24, 10
 MAX_POINTS = 240  # of a line
 COLOURS = 8
 OUTLIERS = 0.02  # share of a curve's values that may lie above its axis: the first losses
