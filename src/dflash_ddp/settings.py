@@ -100,9 +100,16 @@ def _combination_problems(config: Config) -> list[str]:
             f"drafter.sliding_layers={drafter.sliding_layers} must not exceed "
             f"drafter.num_layers={drafter.num_layers}"
         )
+    return found + _list_problems(config)
+
+
+def _list_problems(config: Config) -> list[str]:
+    found = []
     steps = config.profile.steps
     if steps is not None and (len(steps) != 2 or not 0 <= steps[0] < steps[1]):
         found.append(f"profile.steps={steps} must be [first, end) with 0 <= first < end")
+    elif steps is not None and config.steps is not None and steps[0] >= config.steps:
+        found.append(f"profile.steps={steps} must begin before steps={config.steps}")
     layers = config.target.capture_layers
     if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 0):
         found.append(f"target.capture_layers={layers} must be ascending, distinct and >= 0")
