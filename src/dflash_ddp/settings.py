@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -268,6 +269,8 @@ def override_problems(overrides: list[str]) -> list[str]:
             found.append(_credential(word.lstrip("+~")))
             continue
         key, equals, value = word.lstrip("+~").partition("=")
+        if (key, value) == ("hydra/sweeper", "optuna") and not _has_optuna():
+            found.append(f"{word} is not installed: pip install -e '.[optuna]'")
         parts = key.strip().split(".")
         if not equals or parts[0] in ("hydra", "experiment", "sweep") or set("/@") & set(key):
             continue
@@ -276,6 +279,12 @@ def override_problems(overrides: list[str]) -> list[str]:
             tree = {part: tree}
         found += _unknown_keys(tree, Config, prefix="")
     return found
+
+
+def _has_optuna() -> bool:
+    """Whether Hydra's plugin is installed; Hydra itself would only say which sweepers it has."""
+    plugins = find_spec("hydra_plugins")  # no package of that name without any plugin
+    return plugins is not None and find_spec("hydra_plugins.hydra_optuna_sweeper") is not None
 
 
 def resolved(config: Config) -> dict[str, Any]:
