@@ -65,3 +65,14 @@ def test_a_default_that_follows_another_setting_says_so():
         assert re.search(
             rf"^\| `{key}` \| \w+ \| `[^`|]*\$\{{{followed}\}}` \|", page, re.MULTILINE
         )
+
+
+def test_the_readme_is_one_screen_and_its_map_names_every_file():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 68
+    files = text[text.index("## Files") :]
+    package = ROOT / "src" / "dflash_ddp"
+    names = [file.name for file in package.glob("*.py") if file.name != "__init__.py"]
+    names += [f"{folder.parent.name}/" for folder in package.glob("*/__init__.py")]
+    named = re.findall(r"(?<!/)\b\w+(?:\.py|/)(?=[, \n])", files[: files.rindex("```")])
+    assert sorted(named) == sorted([*names, "conf/", "launch/", "demo/"])
