@@ -3,31 +3,20 @@
 `tests/test_docs.py` fails when a file is not what this writes.
 """
 
-import ast
-import inspect
 from enum import Enum
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from dflash_ddp import config as schema
 from dflash_ddp import glossary
-from dflash_ddp.plan import load_config
-from dflash_ddp.settings import resolved
+from dflash_ddp.plan import compose_tree
 from dflash_ddp.train import CONF_DIR
+from dflash_ddp.usage import fields_of, value_text
 
 DOCS = Path(__file__).resolve().parent
 _NOTE = "<!-- Written by docs/generate.py; change the source that it names, not this file. -->\n\n"
-
-
-def fields_of(tree: ast.Module, name: str) -> list[tuple[str, str, str]]:
-    """(name, type, docstring) of a dataclass's fields, in order."""
-    (node,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
-    found = []
-    for field, after in zip(node.body, [*node.body[1:], None], strict=True):
-        if isinstance(field, ast.AnnAssign):
-            documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            text = str(after.value.value) if documented else ""
-            found.append((field.target.id, ast.unparse(field.annotation), text))
-    return found
 
 
 def type_text(annotation: str) -> str:
@@ -38,29 +27,20 @@ def type_text(annotation: str) -> str:
     return annotation.replace("None", "null").replace("|", "\\|")
 
 
-def value_text(value: object) -> str:
-    """A value as it is written on the command line."""
-    written = {None: "null", True: "true", False: "false"}
-    return str(written[value]) if value is None or isinstance(value, bool) else str(value)
-
-
 def configuration() -> str:
     """docs/configuration.md."""
-    tree = ast.parse(Path(inspect.getfile(schema)).read_text(encoding="utf-8"))
-    defaults = resolved(load_config([]))
+    defaults: Any = OmegaConf.to_container(compose_tree([]))  # what follows another setting says so
     parts = [
         "# Every setting\n\n",
         _NOTE,
         "From `src/dflash_ddp/config.py`; a value that breaks a rule is refused with key, value and rule. *Default* is "
-        "that of\n`python -m dflash_ddp.train` without arguments. A group's files in `conf/` are chosen by name "
-        "(`drafter=like_target`), single\nsettings by dotted key (`drafter.block_size=8`); the latter win. What a "
-        "command would run: `--cfg job`.\n",
+        "that of\n`python -m dflash_ddp.train` without arguments; `${key}` follows that key. A group's files in "
+        "`conf/` are chosen by name\n(`drafter=like_target`), single settings by dotted key (`drafter.block_size=8`); "
+        "the latter win. What a command would run:\n`--cfg job`.\n",
     ]
-    groups = [
-        (name, kind) for name, kind, _ in fields_of(tree, "Config") if kind.endswith("Config")
-    ]
+    groups = [(name, kind) for name, kind, _ in fields_of(schema.Config) if kind.endswith("Config")]
     for group, kind in [("", "Config"), *groups]:
-        rows = [f for f in fields_of(tree, kind) if not f[1].endswith("Config")]
+        rows = [f for f in fields_of(getattr(schema, kind)) if not f[1].endswith("Config")]
         values = defaults[group] if group else defaults
         doc = (getattr(schema, kind).__doc__ or "").strip()
         files = sorted(f.stem for f in (CONF_DIR / group).glob("*.yaml")) if group else []
@@ -69,7 +49,7 @@ def configuration() -> str:
         parts.append(f"\n## {group or 'The run'}\n\n{doc}{named}\n\n{head}")
         for name, annotation, text in rows:
             key = f"{group}.{name}" if group else name
-            meaning = " ".join(text.split()).replace("|", "\\|")
+            meaning = text.replace("|", "\\|")
             parts.append(
                 f"| `{key}` | {type_text(annotation)} | `{value_text(values[name])}` | {meaning} |\n"
             )

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,13 @@ MODULE = ["-m", "dflash_ddp.train"]
 _MARK = "DFLASH_TEST_MARK"
 # Keys of a row that differ between any two runs.
 _TIMES = ("speed/", "wait/", "checkpoint/", "channel/", "memory/")
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class Ended(NamedTuple):

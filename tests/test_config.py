@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
+from dflash_ddp import settings
 from dflash_ddp.config import Config, ConfigError, PositionWeight, Recompute, Wandb
 from dflash_ddp.settings import override_problems, parse, problems, resolved
 from dflash_ddp.train import CONF_DIR
@@ -240,3 +241,11 @@ def test_every_field_is_documented():
     ]
     assert undocumented == []
     assert len(classes) == 11
+
+
+@pytest.mark.parametrize("installed", [None, object()])
+def test_a_sweeper_that_is_not_installed_comes_with_how_to_install_it(monkeypatch, installed):
+    monkeypatch.setattr(settings, "find_spec", lambda _: installed)
+    found = override_problems(["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "seed=1,2"])
+    hint = "hydra/sweeper=optuna is not installed: pip install -e '.[optuna]'"
+    assert found == ([hint] if installed is None else [])

@@ -56,3 +56,23 @@ def test_commands_name_programs_and_settings_that_exist(page):
         swept = "--multirun" in words
         settings = [word.split(",")[0] if swept else word for word in pairs]
         load_config([word for word in settings if not word.startswith("hydra")])
+
+
+def test_a_default_that_follows_another_setting_says_so():
+    """Not what it comes to where nothing else is set."""
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    for key, followed in (("batches_per_step", "split.drafters"), ("output_dir", "name")):
+        assert re.search(
+            rf"^\| `{key}` \| \w+ \| `[^`|]*\$\{{{followed}\}}` \|", page, re.MULTILINE
+        )
+
+
+def test_the_readme_is_one_screen_and_its_map_names_every_file():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 68
+    files = text[text.index("## Files") :]
+    package = ROOT / "src" / "dflash_ddp"
+    names = [file.name for file in package.glob("*.py") if file.name != "__init__.py"]
+    names += [f"{folder.parent.name}/" for folder in package.glob("*/__init__.py")]
+    named = re.findall(r"(?<!/)\b\w+(?:\.py|/)(?=[, \n])", files[: files.rindex("```")])
+    assert sorted(named) == sorted([*names, "conf/", "launch/", "demo/"])

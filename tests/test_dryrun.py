@@ -8,8 +8,10 @@ from targets import build_target
 from training import compose_config, train
 
 from dflash_ddp import dryrun
+from dflash_ddp.config import ConfigError
 from dflash_ddp.facts import LEVERS
 from dflash_ddp.plan import load_config
+from dflash_ddp.train import check_only
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,32 @@ def test_every_problem_is_named(target, tmp_path):
     assert "output_dir=/proc/run: cannot write" in texts[0]
     assert "empty.jsonl:1: no 'messages'" in texts[1]
     assert "nowhere.jsonl: there is no such file" in texts[2]
+
+
+def test_what_several_checks_meet_is_named_once(tmp_path):
+    settings = [
+        "target.path=nowhere",
+        "drafter=like_target",
+        "data.path=x",
+        "data.heldout=y",
+        "device=cpu",
+    ]
+    texts = [text for right, text in dryrun.dry_run(load_config(settings)) if not right]
+    assert len(texts) == len(set(texts)) >= 2
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("auto", 0), ("cuda", 0), ("cpu", 0), ("auto", 1)])
+def test_problems_of_a_machine_without_gpus_say_where_to_check(
+    target, tmp_path, monkeypatch, capsys, device, gpus
+):
+    monkeypatch.setattr(dryrun.torch.cuda, "is_available", lambda: bool(gpus))
+    monkeypatch.setattr(dryrun, "dry_run", lambda _: [(False, "dense attention ...")])
+    with pytest.raises(ConfigError) as refused:
+        check_only(load_config(overrides(target, tmp_path, f"device={device}")))
+    assert str(refused.value).startswith("dry run: 1 problem; nothing was started")
+    told = "check a GPU job on a machine with its GPUs" in str(refused.value)
+    assert told == (device != "cpu" and not gpus)
+    assert capsys.readouterr().out == "WRONG dense attention ...\n"
 
 
 def test_a_missing_shard_is_named(tmp_path):

@@ -194,7 +194,7 @@ def test_what_is_missing_or_wrong_is_named(served, tmp_path):
     with pytest.raises(ConfigError, match="documents"):
         command_line(EvaluateConfig, ["documents=some"])
     with pytest.raises(ConfigError, match="key=value; keys: run, drafter"):
-        command_line(EvaluateConfig, ["--help"])
+        command_line(EvaluateConfig, ["--run"])
     (tmp_path / "config.yaml").write_text((served / "run" / "config.yaml").read_text())
     with pytest.raises(ConfigError, match="neither export/ nor a checkpoint"):
         run_config(EvaluateConfig(run=str(tmp_path)))

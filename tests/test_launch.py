@@ -1,8 +1,8 @@
 """What lies in launch/: scripts are sound, the manifest fits its schema, each node gets both roles, Slurm requeues."""
 
 import os
+import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from runs import SOURCE, free_port
 
 from dflash_ddp.plan import load_config
 from dflash_ddp.world import plan_topology, read_launch
@@ -50,35 +51,64 @@ def test_the_manifests_settings_work_and_give_each_node_both_roles():
         assert {topology.role(rank) for rank in ranks} == {"target", "drafter"}
 
 
+RESERVE_S = 300  # the script stops training so long before the time limit
+ENDS_AT = 'date --date "@$ENDS_AT" +%Y-%m-%dT%H:%M:%S'
 STAND_INS = {
-    "scontrol": 'if [[ $1 == show ]]; then echo node7; else echo "$*" >>"$NOTES"; fi',
-    "scancel": 'echo "scancel $*" >>"$NOTES"; touch "$NOTES.stop"',
-    "srun": 'echo "srun $*" >>"$NOTES"; until [[ -e $NOTES.stop ]]; do sleep 0.05; done; exit $CODE',
+    "scontrol": 'if [[ $1 == show ]]; then echo localhost; else echo "$*" >>"$NOTES"; fi',
+    "squeue": f'echo "squeue $*" >>"$NOTES"; {ENDS_AT}',
+    "srun": 'echo "srun $*" >>"$NOTES"; sleep 2; exit "$CODE"',
 }
+EACH_NODE = """
+shift
+for _ in $(seq "$SLURM_NNODES"); do "$@" & nodes+=($!); done
+for node in "${nodes[@]}"; do wait "$node" || code=$?; done
+exit "${code:-0}"
+"""
 
 
-@pytest.mark.parametrize(("told", "code"), [(True, 0), (False, 0), (True, 13)])
-def test_slurm_puts_a_job_back_that_has_saved_in_time_and_no_other(tmp_path, told, code):
-    notes = tmp_path / "notes"
-    for name, body in STAND_INS.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NOTES": str(notes)}
+def run_job(folder: Path, words: list[str], *, limit_s: int, srun: str, **more: str):
+    """The script with stand-ins for Slurm, on 2 nodes with `limit_s` to train: its end, and what they noted."""
+    for name, body in (STAND_INS | {"srun": srun}).items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "NOTES": str(folder / "notes"), "PYTHONPATH": str(SOURCE)}
     env |= {"SLURM_JOB_ID": "5", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[7-8]"}
-    env |= {"CODE": str(code), "SLURM_RESTART_COUNT": "1"}
-    job = subprocess.Popen(["bash", LAUNCH / "slurm.sbatch", "name=mine"], env=env)
-    end = time.monotonic() + 20
-    while not (notes.is_file() and "srun" in notes.read_text()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    if told:
-        job.send_signal(signal.SIGUSR1)
-    else:
-        (tmp_path / "notes.stop").touch()
-    assert job.wait(20) == code
-    text = notes.read_text()
-    assert "--nnodes 2" in text
-    assert "--rdzv_endpoint node7:29400 --rdzv_id 5.1" in text
-    assert "-m dflash_ddp.train name=mine" in text
-    assert ("scancel --signal=TERM 5.0" in text) == told
-    assert ("requeue 5" in text) == (told and code == 0)
+    env |= {"SLURM_RESTART_COUNT": "1", "ENDS_AT": str(int(time.time()) + RESERVE_S + limit_s)}
+    command = ["bash", LAUNCH / "slurm.sbatch", *words]
+    ended = subprocess.run(
+        command, env=env | more, capture_output=True, text=True, check=False, timeout=150
+    )
+    return ended, (folder / "notes").read_text()
+
+
+@pytest.mark.parametrize(("limit_s", "code"), [(1, 0), (60, 0), (1, 1), (1, 13)])
+def test_slurm_puts_a_job_back_that_ended_well_when_its_time_was_up_and_no_other(
+    tmp_path, limit_s, code
+):
+    srun = STAND_INS["srun"]
+    ended, notes = run_job(tmp_path, ["name=mine"], limit_s=limit_s, srun=srun, CODE=str(code))
+    assert ended.returncode == code, ended.stderr
+    assert "squeue --noheader --jobs 5 --format %e" in notes
+    assert "--nnodes 2" in notes
+    assert "--rdzv_endpoint localhost:29400 --rdzv_id 5.1" in notes
+    assert re.search(r"-m dflash_ddp\.train max_hours=\d+e-4 name=mine", notes)
+    assert ("requeue 5" in notes) == (limit_s == 1 and code == 0)
+
+
+@pytest.mark.dist
+def test_slurm_puts_a_real_run_back_that_saved_when_its_time_was_up(material, tmp_path):
+    """Two nodes, each a torchrun with one rank."""
+    words = [
+        *material.overrides("slurm", "split=1t1d", "eval.every=0"),
+        "steps=1000000",
+        "checkpoint.every=0",
+    ]
+    more = {"GPUS": "1", "PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    ended, notes = run_job(tmp_path, words, limit_s=20, srun=EACH_NODE, **more)
+    text = ended.stdout + ended.stderr
+    assert ended.returncode == 0, text
+    assert "stopped_by=max_hours=" in text
+    (checkpoint,) = (material.output("slurm") / "checkpoints").iterdir()
+    assert (checkpoint / "trainer.safetensors").is_file()
+    assert "requeue 5" in notes

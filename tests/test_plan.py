@@ -210,6 +210,31 @@ def test_a_few_real_steps_of_the_real_drafter_replace_the_prediction(tmp_path, m
     assert "measured" in found["recommendation"]
 
 
+@pytest.mark.parametrize(("gpus", "told", "expected"), [(3, None, 1), (1, None, 2), (3, "2", 2)])
+def test_steps_are_measured_with_the_threads_that_a_rank_will_have(
+    large, monkeypatch, capsys, gpus, told, expected
+):
+    """As torchrun sets them, so that the plan is that of the run, also where others use the cores."""
+    seen = []
+
+    def measure(_facts):
+        seen.append(torch.get_num_threads())
+        return 1e-3, 1e-3
+
+    monkeypatch.setattr(plan, "measure", measure)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if told is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        words = (f"target.path={large['8b']}", "experiment=qwen3_8b", f"gpus={gpus}")
+        run_main(monkeypatch, capsys, *words, "measure=true")
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [expected]
+
+
 @pytest.mark.parametrize("batches", [None, 1, 7, 8, 12])
 def test_the_split_that_is_recommended_is_one_that_training_takes(
     large, monkeypatch, capsys, batches

@@ -39,6 +39,20 @@ def test_the_first_rank_of_each_role_writes_a_trace_of_the_steps_asked_for(mater
     assert "aten::mm" in output
 
 
+@pytest.mark.dist
+def test_a_run_without_the_steps_asked_for_says_so_at_its_start(material):
+    """Its steps follow from the text, or are made already; both roles look for theirs."""
+    more = ["split=1t1d", "eval.every=0", "eval.at_start=false", "epochs=1", "steps=null"]
+    for wanted in ("[5000,5002]", "[0,2]"):  # the second time all is complete
+        words = material.overrides("short", *more, f"profile.steps={wanted}")
+        output = "".join(outcome.output for outcome in train(2, words))
+        said = (
+            f"profile.steps={wanted.replace(',', ', ')}: there will be no trace, the run begins at"
+        )
+        assert output.count(said) == 2, output
+    assert not (material.output("short") / "profile").exists()
+
+
 def test_what_could_not_be_allocated_is_read_from_the_message():
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.50 GiB. GPU 0 has a")
     assert wanted_bytes(error) == pytest.approx(MARGIN * 3.5 * GIB)
@@ -64,7 +78,7 @@ def test_out_of_memory_names_what_to_lower_and_by_how_much(tmp_path, role, keys)
         assert "saves" in text
 
 
-@pytest.mark.parametrize("steps", ["[3]", "[3,3]", "[-1,2]", "[1,2,3]"])
+@pytest.mark.parametrize("steps", ["[3]", "[3,3]", "[-1,2]", "[1,2,3]", "[20,23] steps=20"])
 def test_steps_are_a_range(steps):
     with pytest.raises(ConfigError, match=r"profile\.steps"):
-        load_config([f"profile.steps={steps}"])
+        load_config(f"profile.steps={steps}".split())

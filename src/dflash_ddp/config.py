@@ -263,7 +263,7 @@ class ProfileConfig:
     """Where time and memory go."""
 
     steps: list[int] | None = None
-    """[first, end): steps whose traces the first rank of each role writes to `profile/`; null: none."""
+    """[first, end): steps, from 0, whose traces the first rank of each role writes to `profile/`; null: none."""
     memory: bool = False
     """Remember where memory was allocated, for the snapshot that is written when it runs out."""
 

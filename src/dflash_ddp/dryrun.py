@@ -13,7 +13,7 @@ import torch
 
 from dflash_ddp import costs
 from dflash_ddp.checkpoint import read_state
-from dflash_ddp.config import Config, ConfigError
+from dflash_ddp.config import Config, ConfigError, Device
 from dflash_ddp.costs import GIB
 from dflash_ddp.data.reading import open_sources, raw_rows
 from dflash_ddp.data.rendering import HARMLESS
@@ -33,11 +33,21 @@ def dry_run(config: Config) -> Iterator[tuple[bool, str]]:
     checks: list[Callable[[Config], str]] = [_target]
     checks += [partial(_text, name) for name in TEXT_KEYS if source_of(config, name)[0] is not None]
     checks.append(_memory)
+    named = set()
     for check in checks:
         try:
             yield True, check(config)
         except (ValueError, OSError) as error:
-            yield False, str(error)
+            if str(error) not in named:  # what several checks meet
+                named.add(str(error))
+                yield False, str(error)
+
+
+def where_to_check(config: Config) -> str:
+    """What to add to problems that may be this machine's, and not those of the one that will train."""
+    if config.device is Device.cpu or torch.cuda.is_available():
+        return ""
+    return "; there is no GPU here: check a GPU job on a machine with its GPUs, a CPU job with device=cpu"
 
 
 def _target(config: Config) -> str:

@@ -10,6 +10,7 @@ the output is one JSON object.
 
 import gc
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable
@@ -39,7 +40,7 @@ from dflash_ddp.target.model import random_target
 from dflash_ddp.target.tables import read_config
 from dflash_ddp.train import CONF_DIR, USER_ERROR, tell
 
-MEASURED_STEPS = 3
+MEASURED_STEPS = 5  # their median counts, not what others on the machine do to one or two
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +52,15 @@ class PlanOptions:
     gpu: str = "auto"
     """What they are, a key of `costs.GPUS`; auto: this machine's."""
     measure: bool = False
-    """Time a few real steps instead of predicting them."""
+    """Time a few real steps instead of predicting them, with the CPU threads that a rank will have."""
     json: bool = False
     """Print one JSON object."""
+
+
+def take_threads_of_rank(ranks: int) -> None:
+    """From here on compute with as many CPU threads as a rank: torchrun gives each of several one, unless told."""
+    if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def measure(facts: Facts) -> tuple[float, float]:
@@ -111,7 +118,7 @@ def _measure_drafter(facts: Facts, batches: list[PackedBatch], device: torch.dev
 
 
 def _median_ms(step: Callable[[], object], device: torch.device) -> float:
-    for _ in range(2):  # compiles
+    for _ in range(2):  # compile, and do not count
         step()
     return statistics.median(milliseconds(step, device) for _ in range(MEASURED_STEPS))
 
@@ -275,10 +282,11 @@ def load_config(overrides: list[str]) -> Config:
     Raises:
         ConfigError: one of them cannot work.
     """
-    return parse(_compose(overrides))
+    return parse(compose_tree(overrides))
 
 
-def _compose(overrides: list[str]) -> DictConfig:
+def compose_tree(overrides: list[str]) -> DictConfig:
+    """The same before it is checked, with interpolations; a ConfigError for a wrong word, group or key."""
     if wrong := override_problems(overrides):
         raise ConfigError("\n".join(wrong))
     try:
@@ -294,7 +302,7 @@ def read_settings(overrides: list[str]) -> tuple[Config, int | None]:
     Raises:
         ConfigError: one of them cannot work.
     """
-    tree = _compose(overrides)
+    tree = compose_tree(overrides)
     batches = None
     if not OmegaConf.is_interpolation(tree, "batches_per_step"):
         batches = OmegaConf.select(tree, "batches_per_step")
@@ -323,8 +331,9 @@ def main() -> None:
                 f"gpu=auto finds none that it knows here; name one: {', '.join(GPUS)}"
             )
         facts = read_facts(config)
-        measured = measure(facts) if options.measure else None
         gpus = options.gpus or config.world_size
+        take_threads_of_rank(gpus)
+        measured = measure(facts) if options.measure else None
         plan = make_plan(facts, gpus, gpu, measured, batches_per_step=batches)
     except ValueError as error:
         tell(error)

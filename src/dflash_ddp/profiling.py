@@ -34,9 +34,18 @@ def record_memory() -> None:
 class StepProfiler:
     """A trace of steps first..end-1; does nothing on other steps, or if none is asked for."""
 
-    def __init__(self, config: Config, device: torch.device, name: str, *, wanted: bool) -> None:
-        """`name` is that of the file; `wanted` on the first rank of a role."""
+    def __init__(
+        self, config: Config, first_step: int, device: torch.device, name: str, *, wanted: bool
+    ) -> None:
+        """`name` is that of the file; `wanted` on the first rank of a role.
+
+        A run that ends before the steps asked for, or has made them before it was resumed, says so.
+        """
         steps = config.profile.steps if wanted else None
+        assert config.steps is not None
+        if steps and not set(range(*steps)) & set(range(first_step, config.steps)):
+            made = f"begins at step {first_step} and ends before step {config.steps}"
+            logger.warning("profile.steps=%s: there will be no trace, the run %s", steps, made)
         self._first, self._end = steps or (-1, -1)
         self._file = Path(config.output_dir) / FOLDER / f"{name}.json.gz"
         self._cuda = device.type == "cuda"

@@ -6,8 +6,10 @@ Unknown keys, wrong types and values out of bounds are refused with key, value a
 import difflib
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -18,6 +20,7 @@ from yaml import YAMLError
 
 from dflash_ddp.config import TILE, Config, ConfigError
 from dflash_ddp.redaction import redact
+from dflash_ddp.usage import usage
 
 Options = TypeVar("Options")
 
@@ -98,9 +101,16 @@ def _combination_problems(config: Config) -> list[str]:
             f"drafter.sliding_layers={drafter.sliding_layers} must not exceed "
             f"drafter.num_layers={drafter.num_layers}"
         )
+    return found + _list_problems(config)
+
+
+def _list_problems(config: Config) -> list[str]:
+    found = []
     steps = config.profile.steps
     if steps is not None and (len(steps) != 2 or not 0 <= steps[0] < steps[1]):
         found.append(f"profile.steps={steps} must be [first, end) with 0 <= first < end")
+    elif steps is not None and config.steps is not None and steps[0] >= config.steps:
+        found.append(f"profile.steps={steps} must begin before steps={config.steps}")
     layers = config.target.capture_layers
     if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 0):
         found.append(f"target.capture_layers={layers} must be ascending, distinct and >= 0")
@@ -177,16 +187,32 @@ def saved_settings(run: Path) -> Config:
 
 
 def command_line(schema: type[Options], arguments: list[str]) -> Options:
-    """`key=value` arguments of a small command -> an instance of its dataclass.
+    """`key=value` arguments of a small command -> an instance of its dataclass; lists stand between commas.
 
     Raises:
-        ConfigError: an argument without value, an unknown key, or a wrong type.
+        ConfigError: an argument without value, an unknown key, one given twice, or a wrong type.
+        SystemExit: `--help` has been answered.
     """
+    if {"--help", "-h"} & set(arguments):
+        sys.stdout.write(usage(schema))
+        raise SystemExit(0)
     if bare := [argument for argument in arguments if "=" not in argument]:
         raise ConfigError(
             f"{bare[0]}: arguments are key=value; keys: {', '.join(setting_keys(schema))}"
         )
-    return _typed(schema, OmegaConf.from_dotlist(arguments))
+    lists = {k for k, kind in schema.__annotations__.items() if str(kind).startswith("list")}
+    given: dict[str, list[str]] = {}
+    for key, _, value in (argument.partition("=") for argument in arguments):
+        given.setdefault(key, []).append(value)
+    for key, values in given.items():
+        if len(values) > 1:
+            hint = f"; several values: {key}={','.join(values)}" if key in lists else ""
+            raise ConfigError(f"{key} is given {len(values)} times: give it once{hint}")
+    tree = OmegaConf.from_dotlist([f"{key}={v}" for key, (v,) in given.items() if key not in lists])
+    for key in given.keys() & lists:
+        (value,) = given[key]
+        tree[key] = value.split(",") if value else []
+    return _typed(schema, tree)
 
 
 def _typed(schema: type[Options], tree: DictConfig) -> Options:
@@ -243,6 +269,8 @@ def override_problems(overrides: list[str]) -> list[str]:
             found.append(_credential(word.lstrip("+~")))
             continue
         key, equals, value = word.lstrip("+~").partition("=")
+        if (key, value) == ("hydra/sweeper", "optuna") and not _has_optuna():
+            found.append(f"{word} is not installed: pip install -e '.[optuna]'")
         parts = key.strip().split(".")
         if not equals or parts[0] in ("hydra", "experiment", "sweep") or set("/@") & set(key):
             continue
@@ -251,6 +279,12 @@ def override_problems(overrides: list[str]) -> list[str]:
             tree = {part: tree}
         found += _unknown_keys(tree, Config, prefix="")
     return found
+
+
+def _has_optuna() -> bool:
+    """Whether Hydra's plugin is installed; Hydra itself would only say which sweepers it has."""
+    plugins = find_spec("hydra_plugins")  # no package of that name without any plugin
+    return plugins is not None and find_spec("hydra_plugins.hydra_optuna_sweeper") is not None
 
 
 def resolved(config: Config) -> dict[str, Any]:

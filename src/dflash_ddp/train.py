@@ -127,7 +127,7 @@ def check_only(config: Config) -> None:
     """
     if os.environ.get("RANK", "0") != "0":
         return
-    from dflash_ddp.dryrun import dry_run
+    from dflash_ddp.dryrun import dry_run, where_to_check
 
     wrong = 0
     for right, text in dry_run(config):
@@ -135,7 +135,8 @@ def check_only(config: Config) -> None:
         wrong += not right
     sys.stdout.flush()
     if wrong:
-        raise ConfigError(f"dry run: {wrong} problems; nothing was started")
+        count = f"{wrong} problem{'s' if wrong > 1 else ''}"
+        raise ConfigError(f"dry run: {count}; nothing was started{where_to_check(config)}")
     sys.stdout.write("dry run: no problems; nothing was started\n")
 
 

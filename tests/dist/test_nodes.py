@@ -2,13 +2,12 @@
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from runs import Running, assert_equal_state, rows, running, state
+from runs import Running, assert_equal_state, free_port, rows, running, state
 from training import train
 
 pytestmark = pytest.mark.dist
@@ -20,12 +19,6 @@ def overrides(material, name: str) -> list[str]:
     words = [w for w in material.overrides(name) if not w.startswith(("steps=", "eval.every="))]
     split = ["split.targets=2", "split.drafters=2"]
     return [*words, *split, f"steps={STEPS}", "eval.every=0", "eval.at_start=false"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def test_a_dry_run_checks_every_job(material):
     more = ("seed=-1,1", f"data.path={texts}")
     ended = run(None, words_of(material, "dry sweep", *more, "dry_run=true"), code=1)
     assert ended.output.count("seed=-1 must be >= 0") == 2
-    assert ended.output.count("dry run: 1 problems; nothing was started") == 1
+    assert ended.output.count("dry run: 1 problem; nothing was started") == 1
     assert ended.output.count("dry run: no problems; nothing was started") == 1
     assert [job["code"] for job in jobs(material.output("dry sweep"))] == [2, 2, 2, 0]
     table = ended.output[ended.output.index("accept length") :]

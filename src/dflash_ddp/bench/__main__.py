@@ -30,6 +30,7 @@ from dflash_ddp.bench.target import TargetOptions, bench_target
 from dflash_ddp.bench.workloads import WORKLOADS
 from dflash_ddp.config import ConfigError
 from dflash_ddp.train import USER_ERROR, tell
+from dflash_ddp.usage import value_text
 
 BENCHES: dict[str, tuple[type[Any], Callable[..., dict[str, Any]]]] = {
     "drafter": (DrafterOptions, bench_drafter),
@@ -45,25 +46,23 @@ def to_json(value: object) -> str:
     return json.dumps(value, default=attrgetter("value"))
 
 
-def to_word(value: object) -> str:
-    """As on the command line."""
-    if isinstance(value, list):
-        return ",".join(map(to_word, value))
-    return to_json(value).strip('"')
-
-
 def usage() -> str:
     """Every benchmark with its options and their defaults, a line each."""
     lines = []
     for name, (schema, _) in BENCHES.items():
         defaults = asdict(schema()).items()
-        lines.append(f"  {name} {' '.join(f'{key}={to_word(value)}' for key, value in defaults)}")
+        lines.append(
+            f"  {name} {' '.join(f'{key}={value_text(value)}' for key, value in defaults)}"
+        )
     return "\n".join([*lines, f"workload is one of {', '.join(WORKLOADS)}"])
 
 
 def main() -> None:
     """Run one benchmark and print its row."""
     what, *words = sys.argv[1:] or [""]
+    if what in ("--help", "-h"):
+        sys.stdout.write(f"{(__doc__ or '').strip()}\n\n{usage()}\n")
+        raise SystemExit(0)
     if what not in BENCHES:
         tell(f"there is no benchmark {what!r}; there are, with their defaults:\n{usage()}")
         raise SystemExit(USER_ERROR)

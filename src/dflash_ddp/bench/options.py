@@ -20,16 +20,12 @@ def split_settings(schema: Any, words: list[str]) -> tuple[list[str], list[str]]
 
 
 def read_options(schema: type[Options], words: list[str]) -> Options:
-    """An instance of the dataclass; the values of a list stand between commas.
+    """An instance of the dataclass whose values keep the rules.
 
     Raises:
         ConfigError: a word is no `key=value`, or its key, type or value is wrong.
     """
-    lists = [key for key, kind in schema.__annotations__.items() if str(kind).startswith("list")]
-    parted = [word.partition("=") for word in words]
-    options = command_line(
-        schema, [f"{k}{e}[{v}]" if k in lists else f"{k}{e}{v}" for k, e, v in parted]
-    )
+    options = command_line(schema, words)
     workloads = dict.fromkeys([*WORKLOADS, getattr(schema(), "workload", "tiny")])
     rules: Sequence[tuple[str, Callable[[Any], object], str]] = (
         ("repeats chunk_rows targets drafters gpus", lambda v: v >= 1, "must be >= 1"),

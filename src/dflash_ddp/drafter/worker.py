@@ -189,7 +189,9 @@ class DrafterWorker:
         assert config.steps is not None
         start, steplog = time.monotonic(), self.steplog
         name = f"{control.topology.role(control.rank)}_rank{control.rank}"
-        profiler = StepProfiler(config, self.world.device, name, wanted=self.ordinal == 0)
+        profiler = StepProfiler(
+            *(config, run.found.first_step, self.world.device, name), wanted=self.ordinal == 0
+        )
         stopping = Stopping(control, self.world.drafter_group, config.max_hours)
         if run.found.first_step == config.steps:
             logger.info("all %d steps are complete already; nothing is trained", config.steps)

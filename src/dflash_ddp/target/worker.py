@@ -88,8 +88,9 @@ def stream_features(run: Run, world: World, control: Control) -> None:
         slot_bytes=run.slot_bytes,
         dtype=str(run.feature_dtype),
     )
-    wanted = world.rank == world.topology.target_ranks[0]
-    profiler = StepProfiler(run.config, world.device, f"target_rank{world.rank}", wanted=wanted)
+    name, wanted = f"target_rank{world.rank}", world.rank == world.topology.target_ranks[0]
+    first = run.found.first_step
+    profiler = StepProfiler(run.config, first, world.device, name, wanted=wanted)
     waited = f"wait/{world.rank}"
     while (claim := sender.acquire()) is not None:
         control.publish(waited, f"{sender.wait_slot_s:.3f}")
