@@ -82,6 +82,10 @@ def test_ranks_of_one_start_find_each_other_and_nothing_of_the_last(monkeypatch)
     stores[0].set("here", "")
     assert all(store.check(["here"]) for store in stores)
     assert not one.check(["here"])
+    start([1, 0], [0, 1])  # rank 2 dies before it reaches the store
+    late, *others = start([2, 1, 0], [3, 3, 3])
+    late.set("here", "")
+    assert all(store.check(["here"]) for store in others)
     monkeypatch.setattr(jobstore, "START_LIMIT", timedelta(seconds=0.1))
     with pytest.raises(TimeoutError, match="rank 1: rank 0 has not started within "):
         begin(server, rank=1)

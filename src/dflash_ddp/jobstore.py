@@ -19,13 +19,14 @@ def _generation(store: TCPStore, launch: Launch) -> int:
         TimeoutError: rank 0 does not start.
     """
     ours, end = f"dflash/{launch.run_id}", time.monotonic() + START_LIMIT.total_seconds()
+    least = launch.restart_count + 1  # what torchrun counts has happened
+    if launch.rank == 0:
+        return store.add(f"{ours}/starts", max(1, least - store.add(f"{ours}/starts", 0)))
     joined = store.add(f"{ours}/joined/{launch.rank}", 0)
-    found = store.add(f"{ours}/starts", int(launch.rank == 0))
-    while found <= joined:
+    while (found := store.add(f"{ours}/starts", 0)) < max(joined + 1, least):
         if time.monotonic() > end:
             raise TimeoutError(f"rank {launch.rank}: rank 0 has not started within {START_LIMIT}")
         time.sleep(0.02)
-        found = store.add(f"{ours}/starts", 0)
     store.add(f"{ours}/joined/{launch.rank}", found - joined)
     return found
 
