@@ -345,7 +345,7 @@ def test_bad_setting_is_named_once_before_anything_is_loaded(case):
     ended = run(None, [override], limit_s=30, code=None)
     assert ended.output.count(expected) == 1, ended.output
     assert "Traceback" not in ended.output
-    assert ended.seconds < 10
+    assert ended.seconds < 30
 
 
 @pytest.mark.parametrize(
@@ -358,10 +358,10 @@ def test_ranks_that_find_the_same_problem_say_it_once(material, tmp_path, case, 
     )
     override, expected = BAD.get(case, ("split=5t3d", "use split.targets=1 split.drafters=1"))
     overrides = material.overrides("bad", "split=1t1d", override)
-    ended = run(2, overrides, limit_s=40, code=None, first_on_path=tmp_path)
+    ended = run(2, overrides, limit_s=90, code=None, first_on_path=tmp_path)
     assert ended.output.count(expected) == 1, ended.output
     assert "exitcode  : 2 " in ended.output or case == "no number"  # Hydra's own code is 1
-    assert ended.seconds < 20
+    assert ended.seconds < 60
     assert not list(material.output("bad").rglob("*"))
 
 
@@ -375,8 +375,8 @@ def test_ranks_that_find_the_same_problem_say_it_once(material, tmp_path, case, 
 )
 def test_what_rank_0_finds_before_weights_are_loaded_is_said_once(material, override, expected):
     overrides = material.overrides("bad", "split=1t1d", override)
-    ended = run(2, overrides, limit_s=40, code=None)
+    ended = run(2, overrides, limit_s=90, code=None)
     assert ended.output.count(expected) == 1, ended.output
     assert "is loaded" not in ended.output
     assert "in exit_on_error" not in ended.output, "a traceback says nothing about a setting"
-    assert ended.seconds < 30
+    assert ended.seconds < 60
