@@ -53,10 +53,10 @@ def kept_bytes(monkeypatch, *, hidden: int, head_dim: int, num_blocks: int, cont
 
 
 @pytest.mark.parametrize(
-    ("hidden", "head_dim", "num_blocks"), [(64, 16, 8), (64, 32, 8), (64, 16, 16), (128, 16, 64)]
+    ("hidden", "head_dim", "num_blocks"), [(64, 16, 8), (64, 32, 8), (128, 16, 64)]
 )
 def test_less_is_kept_at_any_size(monkeypatch, hidden, head_dim, num_blocks):
-    """At the first three, PyTorch's activation_memory_budget below 1 fails at flex attention."""
+    """At the first two, PyTorch's activation_memory_budget below 1 fails at flex attention."""
     size = {"hidden": hidden, "head_dim": head_dim, "num_blocks": num_blocks, "context": 256}
     everything = kept_bytes(monkeypatch, **size)
     before = functorch.save_config()
