@@ -105,6 +105,12 @@ def test_the_stream_keeps_the_slower_role_busy(bench):
     assert fast > 1.5 * slow
 
 
+def test_transfers_keep_no_memory(bench):
+    """Of 600 MiB that go through, what is kept would show."""
+    row = bench("stream", "target_ms=1", "drafter_ms=1", "mib=2", "items=310")
+    assert row["grown_mib"] < 60
+
+
 def test_a_lane_moves_bytes(bench):
     row = bench("lane", "gib=0.01,0.02", "ctas=4,default", "repeats=2")
     assert [(lane["ctas"], lane["gib"]) for lane in row["lanes"]] == [

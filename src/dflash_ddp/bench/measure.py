@@ -1,6 +1,7 @@
 """How benchmarks measure: wall time around an idle device, the chip's product rates, compilations, questions asked."""
 
 import os
+import resource
 import statistics
 import tempfile
 import time
@@ -126,6 +127,14 @@ def peak_gib(device: torch.device) -> float:
     if device.type != "cuda":
         return 0.0
     return round(torch.cuda.max_memory_allocated(device) / GIB, 1)
+
+
+def memory_mib(device: torch.device) -> float:
+    """In use on the GPU, by whomever and for whatever; on a CPU the most that this process has used."""
+    if device.type != "cuda":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free) / 2**20
 
 
 def reset_peak(device: torch.device) -> None:

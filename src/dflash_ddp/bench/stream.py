@@ -1,17 +1,20 @@
 """The stream alone: real ranks, channel and transfers, but compute that only takes its time.
 
 Shows what the channel costs and whether it keeps all ranks busy, apart from the speed of any model: the ideal rate is
-min(sum over targets of 1 / target time, drafters / drafter time).
+min(sum over targets of 1 / target time, drafters / drafter time). `grown_mib` is the memory that transfers after the
+warm-up have added to a rank: none, however many there are.
 """
 
 import random
 import time
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dflash_ddp.bench.measure import memory_mib
 from dflash_ddp.bench.ranks import join, leave, options_of_rank, report, run_ranks
 from dflash_ddp.channel import FeatureReceiver, FeatureSender
 from dflash_ddp.control import Control
@@ -60,6 +63,7 @@ def bench_stream(options: StreamOptions) -> dict[str, Any]:
         "ideal_items_per_s": round(ideal, 2),
         "share_of_ideal": round(rate / ideal, 3),
         "items_of_targets": [row["items"] for row in rows[:targets]],
+        "grown_mib": round(max(row["grown_mib"] for row in rows), 1),
     }
 
 
@@ -86,14 +90,16 @@ def send_items(world: World, control: Control, schedule: Schedule, options: Stre
         dtype="uint8",
     )
     slow = options.slow_factor if world.rank == 0 else 1.0
-    count = 0
+    count, before = 0, inf
     while (claim := sender.acquire()) is not None:
         take_time(options.target_ms * slow, claim.item, options.jitter)
         claim.slot.fill_(claim.item % 251)
         sender.send(claim, num_bytes=options.slot_bytes, num_tokens=1, digest=claim.item)
         count += 1
+        if count == WARM_UP_ITEMS:
+            before = memory_mib(world.device)
     sender.drain()
-    return {"items": count}
+    return {"items": count, "grown_mib": max(0.0, memory_mib(world.device) - before)}
 
 
 def receive_items(
@@ -103,7 +109,7 @@ def receive_items(
     receiver = FeatureReceiver(
         world, control, schedule, num_slots=3, slot_bytes=options.slot_bytes, dtype="uint8"
     )
-    count, begin = 0, time.perf_counter()
+    count, begin, before = 0, time.perf_counter(), inf
     while (received := receiver.receive()) is not None:
         assert bool((received.slot == received.item % 251).all()), "wrong bytes"
         receiver.release(received)
@@ -112,10 +118,12 @@ def receive_items(
         dist.all_reduce(torch.ones(1, device=world.device), group=world.drafter_group)
         count += 1
         if count == WARM_UP_ITEMS:
-            begin = time.perf_counter()
+            begin, before = time.perf_counter(), memory_mib(world.device)
     elapsed = time.perf_counter() - begin
+    grown = max(0.0, memory_mib(world.device) - before)
     receiver.close()
-    return {"items": count, "items_per_s": (count - WARM_UP_ITEMS) / elapsed}
+    rate = (count - WARM_UP_ITEMS) / elapsed
+    return {"items": count, "items_per_s": rate, "grown_mib": grown}
 
 
 def main() -> None:
