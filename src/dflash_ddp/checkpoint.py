@@ -197,9 +197,8 @@ def write_checkpoint(
         if name.startswith("master.")
     }
     try:
-        shutil.rmtree(
-            work, ignore_errors=True
-        )  # of an earlier try, on a disk that refused that too
+        # Of an earlier try, on a disk that would not even remove it.
+        shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True, exist_ok=True)
         save_native(work, masters, native_config, dtype)
         save_file(tensors, work / TENSORS_FILE)

@@ -29,7 +29,7 @@ from dflash_ddp.data.packing import packed_batch
 from dflash_ddp.decode import Decoded, DrafterReader, Sampler, TargetReader, decode
 from dflash_ddp.drafter.heldout import walk_batch
 from dflash_ddp.drafter.step import LossSettings, Tables
-from dflash_ddp.log import setup_logging
+from dflash_ddp.log import USER_ERROR, setup_logging, tell
 from dflash_ddp.native import load_capture_layers, load_native, newest_drafter
 from dflash_ddp.preflight import device_type, load_tokenizer, torch_dtype, use_cache_without_hub
 from dflash_ddp.reference import Reference
@@ -303,8 +303,8 @@ def main() -> None:
     try:
         row = evaluate(command_line(EvaluateConfig, sys.argv[1:]))
     except (ConfigError, OSError) as error:
-        sys.stderr.write(f"dflash_ddp: {error}\n")
-        raise SystemExit(2) from None
+        tell(error)
+        raise SystemExit(USER_ERROR) from None
     sys.stdout.write(json.dumps(row) + "\n")
     raise SystemExit(row["lossless"] is False)
 

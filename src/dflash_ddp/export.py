@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_ddp.config import ConfigError
+from dflash_ddp.log import USER_ERROR, tell
 from dflash_ddp.metrics_file import heldout_row
 from dflash_ddp.model_card import model_card
 from dflash_ddp.native import (
@@ -138,8 +139,8 @@ def main() -> None:
     try:
         out = export(command_line(ExportConfig, sys.argv[1:]))
     except (ConfigError, OSError) as error:
-        sys.stderr.write(f"dflash_ddp: {error}\n")
-        raise SystemExit(2) from None
+        tell(error)
+        raise SystemExit(USER_ERROR) from None
     sys.stdout.write(f"{out}\n")
 
 

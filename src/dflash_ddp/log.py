@@ -23,6 +23,15 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """What tells a program to end."""
+USER_ERROR = 2
+"""Exit code when settings cannot work."""
+
+
+def tell(error: Exception | str) -> None:
+    """Print each problem on a line of its own."""
+    for line in redact(str(error)).splitlines():
+        sys.stderr.write(f"dflash_ddp: {line}\n")
+    sys.stderr.flush()
 
 
 class RedactingFormatter(logging.Formatter):

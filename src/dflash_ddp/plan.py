@@ -32,13 +32,14 @@ from dflash_ddp.bench.workloads import random_batch
 from dflash_ddp.config import Config, ConfigError
 from dflash_ddp.costs import GIB, GPUS, Gpu
 from dflash_ddp.facts import Facts, read_facts
+from dflash_ddp.log import USER_ERROR, tell
 from dflash_ddp.preflight import device_type, torch_dtype
 from dflash_ddp.settings import override_problems, parse
 from dflash_ddp.target.capture import Target
 from dflash_ddp.target.compiled import compile_layers
 from dflash_ddp.target.model import random_target
 from dflash_ddp.target.tables import read_config
-from dflash_ddp.train import CONF_DIR, USER_ERROR, tell
+from dflash_ddp.train import CONF_DIR
 
 MEASURED_STEPS = 5  # their median counts, not what others on the machine do to one or two
 

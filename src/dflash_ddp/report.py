@@ -21,6 +21,7 @@ import yaml
 from dflash_ddp import glossary
 from dflash_ddp.charts import Points, Series, chart, number
 from dflash_ddp.config import ConfigError
+from dflash_ddp.log import USER_ERROR, tell
 from dflash_ddp.metrics_file import METRICS_FILE, read_rows
 from dflash_ddp.settings import command_line
 
@@ -251,8 +252,8 @@ def main() -> None:
         out = Path(options.out) if options.out else first / FILE
         write_report(folders, out)
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"dflash_ddp: {error}\n")
-        raise SystemExit(2) from None
+        tell(error)
+        raise SystemExit(USER_ERROR) from None
     sys.stdout.write(f"{out}\n")
 
 

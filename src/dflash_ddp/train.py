@@ -26,7 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from dflash_ddp.config import Config, ConfigError, Device
-from dflash_ddp.redaction import redact
+from dflash_ddp.log import USER_ERROR, tell
 from dflash_ddp.settings import override_problems, parse
 from dflash_ddp.sweeps import note_job, run_job
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:  # settings are checked before torch is loaded
     from dflash_ddp.world import Launch, World
 
 CONF_DIR = Path(__file__).resolve().parent / "conf"
-USER_ERROR = 2  # exit code when settings cannot work
 RANK_0_FIRST_S = 10.0  # what every rank finds is said by rank 0, and only if it does not, by others
 
 
@@ -110,13 +109,6 @@ def refuse(error: ConfigError | ValueError | str) -> NoReturn:
     let_rank_0_speak()
     tell(error)
     raise SystemExit(USER_ERROR)
-
-
-def tell(error: ConfigError | ValueError | str) -> None:
-    """Print each problem on a line of its own."""
-    for line in redact(str(error)).splitlines():
-        sys.stderr.write(f"dflash_ddp: {line}\n")
-    sys.stderr.flush()
 
 
 def check_only(config: Config) -> None:

@@ -29,7 +29,7 @@ from dflash_ddp.bench.stream import StreamOptions, bench_stream
 from dflash_ddp.bench.target import TargetOptions, bench_target
 from dflash_ddp.bench.workloads import WORKLOADS
 from dflash_ddp.config import ConfigError
-from dflash_ddp.train import USER_ERROR, tell
+from dflash_ddp.log import USER_ERROR, tell
 from dflash_ddp.usage import value_text
 
 BENCHES: dict[str, tuple[type[Any], Callable[..., dict[str, Any]]]] = {
